@@ -95,11 +95,7 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
         patient = in_vain < patience_bytes
-        if (
-            together
-            and PREFIX in short
-            and (save is None or (short[PREFIX] >= MANY_PAGES and not (waiting and _is_much_coming(state, tier))))
-        ):
+        if together and PREFIX in short and (save is None or (not waiting and short[PREFIX] >= MANY_PAGES)):
             gone = _evict_together(
                 state, tier, need, short, any_sort=patient, patience_bytes=patience_bytes - in_vain, saved_only=save is not None
             )
@@ -187,11 +183,6 @@ def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
     layout = state.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
     return state.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
-
-
-def _is_much_coming(state: CacheState, tier: Tier) -> bool:
-    """Whether so much is being saved that it may be what is short, once less is."""
-    return state.copies.saving_bytes(tier) >= SAVED_AHEAD * state.arena(tier).layout.size_bytes
 
 
 def _held_below(state: CacheState, tier: Tier) -> int:

@@ -19,16 +19,15 @@ from stepwell.base.ids import Tier
 from stepwell.tiers.clean import Clean, is_clean
 from stepwell.tiers.cutting import cut_end
 from stepwell.tiers.eviction import bytes_of
-from stepwell.tiers.saving import Save, save_runs, write_back
+from stepwell.tiers.saving import write_back
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tiers.worth_saving import is_lost_without, is_worth_saving, missing_pages
+from stepwell.tiers.worth_saving import is_lost_without, is_worth_saving
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import Residency, Run, Victim
 
 CLEAN_SHARE = 1 / 64  # of the device: what is used again before it leaves was copied for nothing
 LARGEST_SHARE = 1 / 32  # one of the largest objects, where that takes no more than this
 SORT_SHARE = 1 / 2  # of the reserve, of runs and of checkpoints each
-MOST_SHARE = 2  # of the reserve: checkpoints are saved beyond it for the pages they stand on
 LOOK_AGAIN = 1 / 4  # of the reserve, to be gone before more is looked for
 MOST_SAVED = 16  # in a step
 MOST_VICTIMS = 64  # of so many that are looked at
@@ -116,52 +115,7 @@ class Reserve:
             ranking.let_go(Tier.DEVICE)
             for victim in stay:
                 ranking.queue(victim)
-        if not part.checkpoints:
-            self._save_below(index)
         return self._num_left > 0
-
-    def _save_below(self, index: int) -> None:
-        """The same for pages that checkpoints stand on which are clean, or are made so."""
-        ranking, most_bytes = self._state.tree.ranking, MOST_SHARE * self.size_bytes
-        stay: list[Victim] = []
-        for each in self._clean:
-            if isinstance(each, Residency) and is_clean(each):
-                self._save_pages_of(each, index)
-        ranking.hold(Tier.DEVICE, USEFUL)
-        try:
-            while len(stay) < MOST_VICTIMS and self._num_left and self._lacking(index) > 0:
-                victim = ranking.pop(Tier.DEVICE, runs=False, checkpoints=True) if self._has(0) < most_bytes else None
-                if victim is None:
-                    break
-                assert not isinstance(victim, Run), f"{victim} is queued as a checkpoint"
-                has_pages = _run_below(self._state, victim) is not None
-                if not has_pages or self._save(victim) is not Leaving.LATER:
-                    stay.append(victim)
-                if has_pages and is_clean(victim):
-                    self._save_pages_of(victim, index)
-        finally:
-            ranking.let_go(Tier.DEVICE)
-            for victim in stay:
-                ranking.queue(victim)
-
-    def _save_pages_of(self, residency: Residency, index: int) -> None:
-        state, lacking = self._state, self._lacking(index)
-        page_bytes = state.arena(Tier.DEVICE).layout.prefix_stride
-        run = _run_below(state, residency) if lacking > 0 and self._num_left else None
-        if run is None or run.leaving or run.unsaved:
-            return
-        run = cut_end(state, run, lacking // page_bytes, share=0.0)
-        missing = len(missing_pages(state, run.node))
-        if missing:
-            whole_path = state.below is not None and state.below.takes_paths
-            if not is_worth_saving(state, run) or save_runs(state, run.node, whole_path=whole_path) is not Save.STARTED:
-                return
-            self._num_left -= 1
-            state.counters.add("saved_ahead_bytes", missing * page_bytes)
-        run.leaving = True
-        state.tree.ranking.queue_run(run)  # they may go before it, since the host has them too
-        if is_clean(run):
-            self._clean.note(run)
 
     def _save(self, victim: Victim) -> Leaving:
         """Starts saving it, or notes that it is clean."""
@@ -182,19 +136,3 @@ class Reserve:
         if is_clean(victim):
             self._clean.note(victim)
         return leaving
-
-
-def _run_below(state: CacheState, residency: Residency) -> Run | None:
-    """Pages of the device that nothing there needs but this checkpoint, at the end of its path; cut off from those before."""
-    node = residency.checkpoint.node
-    run = node.runs[Tier.DEVICE] if node is not None else None
-    if node is None or run is None or run.num_pages < node.num_pages or residency.checkpoint.page < node.end:
-        return None
-    if node.kids is not None and (node.kids.below[Tier.DEVICE] or node.kids.anchored[Tier.DEVICE]):
-        return None
-    before = max(
-        (page for page, each in (node.checkpoints or {}).items() if page < node.end and each.held[Tier.DEVICE]), default=0
-    )
-    if before > node.start:
-        state.tree.split(node, before - node.start)
-    return node.runs[Tier.DEVICE]

@@ -144,8 +144,6 @@ class Ranking:
         Also where nothing could leave that tier now. Brings entries up to date; takes nothing out.
         """
         standing = self._standing(victim)
-        if standing is None and isinstance(victim, Run):  # as if nothing stood on it
-            standing = Standing(USEFUL, self.place_of_pages(victim.node, victim.tier))
         if standing is None or standing.rank == WORTHLESS:
             return False
         heads = [head for order in self._orders[tier] if (head := self._settled_head(order)) is not None]

@@ -41,11 +41,10 @@ def _ahead(rig: Rig) -> list[Victim]:
 
 
 @pytest.mark.parametrize("write", SAVING_LATE)
-@pytest.mark.parametrize("model", sorted(ALL_MODELS))
 @pytest.mark.parametrize("with_store", [False, True], ids=["two tiers", "three tiers"])
-def test_a_stream_of_prompts_that_fit_into_the_reserve_never_waits(model: str, write: WritePolicy, with_store: bool) -> None:
+def test_a_stream_of_prompts_that_fit_into_the_reserve_never_waits(write: WritePolicy, with_store: bool) -> None:
     store = MemoryStore(budget_bytes=1 << 30) if with_store else None
-    rig = Rig(ALL_MODELS[model], device_pages=DEVICE_PAGES, host_pages=DEVICE_PAGES, write=write, store=store)
+    rig = Rig(FULL, device_pages=DEVICE_PAGES, host_pages=DEVICE_PAGES, write=write, store=store)
     _fill(rig, range(400))
     before = rig.cache.counters["room_waits_device"]
     _stream(rig, range(400, 500))  # would raise NoRoom

@@ -37,6 +37,14 @@ def test_a_server_that_answers_lives_and_is_ready(http: httpx.Client) -> None:
     assert http.get("/ready").json() == {"status": "ready", "model": NAME}
 
 
+def test_a_probe_may_ask_for_no_body(http: httpx.Client) -> None:
+    for path in ("/health", "/ready"):
+        (asked, answered) = http.head(path), http.get(path)  # on one connection: a body would be taken for the next answer
+        assert (asked.status_code, asked.content, answered.status_code) == (200, b"", 200)
+        assert {**asked.headers, "date": ""} == {**answered.headers, "date": ""}
+    assert http.head("/v1/models").status_code == 405
+
+
 def test_an_idle_server_has_no_load(http: httpx.Client, served: Running) -> None:
     served.audit()
     wait_until(lambda: load_of(http)["num_used_tokens"] == 0)
@@ -92,7 +100,8 @@ def test_a_server_that_stops_lives_on_but_is_not_ready() -> None:
         made.server.stop()
         refused = httpx.get(f"{made.address}/ready")
         assert refused.status_code == 503 and "stopping" in refused.json()["error"]["message"]
-        assert httpx.get(f"{made.address}/health").status_code == 200
+        assert httpx.head(f"{made.address}/ready").status_code == 503
+        assert httpx.get(f"{made.address}/health").status_code == httpx.head(f"{made.address}/health").status_code == 200
         assert httpx.get(f"{made.address}/v1/loads").json()["loads"][0]["num_total_reqs"] == 1
         held.let_go()
         assert asked.result(PATIENCE_S).status_code == 200

@@ -11,11 +11,12 @@ do so: then the grammar begins behind the token that ends their thoughts.
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from threading import Lock
@@ -25,14 +26,19 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine import guided_trial
+from stepwell.engine import guided_trial, schemas
 from stepwell.engine.ops.editing import WORD_BITS, words_for
 from stepwell.engine.text import Text
+
+log = logging.getLogger(__name__)
 
 MAX_SOURCE = 64 << 10  # characters
 _KEPT = 16  # compiled grammars, a few MiB each
 _TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
 NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
+
+_NOTHING_FITS = "NoExtensionBias"  # the library's word for it
+_ENDLESS = 'no answer can begin, for it refers to nothing but itself, as {"$ref": "#"} does'
 
 
 class Kind(Enum):
@@ -175,18 +181,24 @@ class Guides:
 
     def _compiled(self, grammar: Grammar) -> Guide:
         library = _library()
-        _must_compile_in_time(grammar)
         try:
+            grammar = _followable(grammar)
+            _must_compile_in_time(grammar)
             start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the {_called(grammar)} cannot be followed: {error!s:.500}") from None
         if start.is_error():
-            raise ConfigError(f"the {_called(grammar)} cannot be followed: {start.get_error():.500}")
+            why = schemas.in_plain_words(start.get_error())
+            raise ConfigError(f"the {_called(grammar)} cannot be followed: {why:.500}")
         guide = Guide(start, self._vocab_size, self._eos_ids)
         try:  # what is too much for the first token is found here, and not in a pass
             guide.follow().allowed(())
         except OffGrammar as error:
+            if str(error).startswith(_NOTHING_FITS):
+                raise ConfigError(f"the {_called(grammar)} cannot be followed: {_ENDLESS}") from None
             raise ConfigError(f"the {_called(grammar)} is too complex: {error!s:.500}") from None
+        for left_out in start.get_grammar_warnings():  # only where the schema allows that
+            log.info("answers follow a schema in part, as it is not strict: %.500s", left_out)
         return guide
 
     @cached_property
@@ -195,6 +207,19 @@ class Guides:
         if not self._eos_ids:
             raise ConfigError("guided output needs a token that ends answers, and this model names none")
         return _library().LLTokenizer(self._text.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
+
+
+def _followable(grammar: Grammar) -> Grammar:
+    """The same, with schemas in the library's words. Raises ValueError, and RecursionError."""
+    if grammar.kind is Kind.JSON_SCHEMA:
+        return replace(grammar, source=schemas.followable(grammar.source))
+    if grammar.kind is not Kind.FRAMED:
+        return grammar
+    asked = json.loads(grammar.source)
+    for part in asked["parts"].values():
+        if part[0] == Kind.JSON_SCHEMA.value:
+            part[1] = schemas.followable(part[1])
+    return replace(grammar, source=json.dumps(asked))
 
 
 def _must_compile_in_time(grammar: Grammar) -> None:

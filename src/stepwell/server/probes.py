@@ -23,17 +23,19 @@ from stepwell.server.errors import SERVER, ApiError
 from stepwell.server.monitoring.load import MAX_COUNT, Load
 from stepwell.server.served import Served
 
+_PROBED_BY = ["GET", "HEAD"]  # some load balancers want no body
+
 
 def probe_router(served: Served, door: Door) -> APIRouter:
     router = APIRouter()
     keyed = [asking(served.principals)]
 
-    @router.get("/health")
+    @router.api_route("/health", methods=_PROBED_BY)
     async def health() -> dict[str, Any]:
         _must_live(served)
         return {"status": "ok", "model": served.name}
 
-    @router.get("/ready")
+    @router.api_route("/ready", methods=_PROBED_BY)
     async def ready() -> dict[str, Any]:
         _must_live(served)
         if door.closed_at_s is not None:

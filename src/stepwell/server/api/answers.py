@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -95,8 +96,11 @@ class Answers:
                 self._usages[index] = delta.usage
             yield index, delta
 
-    def usage(self, choices: int) -> dict[str, object]:
-        """What ended answers cost together, in OpenAI's form; each prompt counts once, as its first choice met it."""
+    def usage(self, choices: int, details: Mapping[str, int]) -> dict[str, Any]:
+        """What ended answers cost together, in OpenAI's form; each prompt counts once, as its first choice met it.
+
+        `details`: what else is known of the tokens of all answers.
+        """
         firsts = [usage for index, usage in self._usages.items() if index % choices == 0]
         tiers = {f"{tier}_tokens": sum(getattr(each.sources, tier) for each in firsts) for tier in ("device", "host", "store")}
         prompt = sum(each.prompt_tokens for each in firsts)
@@ -104,12 +108,13 @@ class Answers:
         accepted = sum(each.accepted_tokens for each in self._usages.values())
         rejected = sum(each.proposed_tokens for each in self._usages.values()) - accepted
         guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}  # a draft's, not a client's
+        details = {**details, **(guessed if accepted or rejected else {})}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(tiers.values()), **tiers},
-            **({"completion_tokens_details": guessed} if accepted or rejected else {}),
+            **({"completion_tokens_details": details} if details else {}),
         }
 
     def close(self) -> None:

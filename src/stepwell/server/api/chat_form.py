@@ -6,13 +6,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from stepwell.engine.guided import Guide
 from stepwell.engine.request import Ask, Delta, Finish
 from stepwell.engine.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.frames import is_framed
 from stepwell.server.api.logprobs import chat_logprobs, prompt_logprobs
 from stepwell.server.api.parsing.blocks import BlockParser, NamedParser, Plain
-from stepwell.server.api.parsing.formats import HARMONY, NO_TEXTS, REASONING, REQUIRED, markers_of, parser_for, prompt_end
+from stepwell.server.api.parsing.counting import ThoughtCounter
+from stepwell.server.api.parsing.formats import (
+    HARMONY,
+    NO_TEXTS,
+    REASONING,
+    REQUIRED,
+    markers_of,
+    parser_for,
+    prompt_end,
+    thoughts_for,
+)  # fmt: skip
 from stepwell.server.api.parsing.pieces import Call, Parser, Piece, id_of, joined
 from stepwell.server.api.parsing.thoughts import ThoughtParser
 from stepwell.server.api.tool_choice import Choosing, ToolChoice, tool_choice_of
@@ -40,6 +51,7 @@ def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
     return ChatForm(
         served.text,
         _parser(served, body, choice, asks[0]),
+        _counter(served, body, choice, asks[0]),
         told=body.prompt_logprobs is not None,
         several=body.parallel_tool_calls is not False,
         named=choice.how is Choosing.NAMED,
@@ -55,9 +67,10 @@ def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
     """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
     tools, reasoning = _formats(served, body, choice)
-    in_form = is_framed(served, body, choice)
-    if ask.guide is not None and not (in_form and reasoning == HARMONY):
-        thoughts, text = ask.guide.thoughts, served.text
+    guide = _grammar(served, body, choice, ask)
+    if guide is not None:
+        thoughts, text = guide.thoughts, served.text
+        in_form = is_framed(served, body, choice)
         answer: Callable[[], Parser] = (lambda: parser_for(tools, None)) if in_form else _guided(choice)
         if thoughts is None or text is None:
             return answer
@@ -67,6 +80,22 @@ def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Cal
         return Plain
     end = prompt_end(served.text, ask.tokens)
     return lambda: parser_for(tools, reasoning, prompt_end=end, texts=choice.texts)
+
+
+def _grammar(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Guide | None:
+    """What an answer is behind its thoughts; None for one that is free, and where the grammar has the thoughts in it."""
+    has_thoughts = served.reasoning_parser == HARMONY and is_framed(served, body, choice)
+    return None if has_thoughts else ask.guide
+
+
+def _counter(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], ThoughtCounter] | None:
+    """Makes what counts an answer's thoughts; None where it has none, or its parser counts them."""
+    text = served.text
+    if text is None or _grammar(served, body, choice, ask) is not None:
+        return None
+    make = thoughts_for(*_formats(served, body, choice), prompt_end=prompt_end(text, ask.tokens))
+    special = ask.sampling.show_special
+    return None if make is None else lambda: ThoughtCounter(make(), text.stream(ask.tokens, special=special))
 
 
 def _guided(choice: ToolChoice) -> Callable[[], Parser]:
@@ -81,15 +110,18 @@ class ChatForm:
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, text: Text | None, parser: Callable[[], Parser], *, told: bool = False, several: bool = True, named: bool = False
-    ) -> None:
+        self, text: Text | None, parser: Callable[[], Parser], counter: Callable[[], ThoughtCounter] | None, *,
+        told: bool = False, several: bool = True, named: bool = False,
+    ) -> None:  # fmt: skip
         """`told`: whether logprobs of the prompt are wanted. `several`: whether more calls than one may be told."""
         self._text = text
         self._parser = parser
+        self._counter = counter
         self._told = told
         self._several = several
         self._named = named
         self._parsers: dict[int, Parser] = {}  # by choice
+        self._counters: dict[int, ThoughtCounter | ThoughtParser] = {}  # of those that may think
         self._calls: dict[int, int] = {}  # that were told, by choice
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -127,13 +159,17 @@ class ChatForm:
         """All choices have one prompt."""
         return {"prompt_logprobs": prompt_logprobs(self._text, answers[0].prompt_logprobs)} if self._told else {}
 
+    def usage(self) -> dict[str, int]:
+        """How many of the tokens so far, of all choices, are reasoning."""
+        return {"reasoning_tokens": sum(each.thoughts for each in self._counters.values())}
+
     def said(self, index: int, delta: Delta) -> Piece:
         """What a delta adds to an answer. Each delta is asked for once, here or as a part of the wire."""
         if index not in self._parsers:
-            self._parsers[index] = self._parser()
+            self._begin(index)
         parser = self._parsers[index]
-        if isinstance(parser, ThoughtParser):
-            parser.read(delta.tokens)
+        if index in self._counters:
+            self._counters[index].read(delta.tokens)
         piece = parser.push(delta.text)
         if delta.finish is not None:
             piece = joined([piece, parser.finish(cut=delta.finish is Finish.LENGTH)])
@@ -144,6 +180,13 @@ class ChatForm:
                 calls.append(call)
         self._calls[index] = begun
         return replace(piece, calls=tuple(calls))
+
+    def _begin(self, index: int) -> None:
+        self._parsers[index] = parser = self._parser()
+        if isinstance(parser, ThoughtParser):
+            self._counters[index] = parser
+        elif self._counter is not None:
+            self._counters[index] = self._counter()
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
         logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None

@@ -132,3 +132,6 @@ class CompletionForm:
 
     def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
         return {}
+
+    def usage(self) -> dict[str, int]:
+        return {}

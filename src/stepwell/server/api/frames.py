@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from stepwell.engine.guided import Grammar, Kind
 from stepwell.engine.text import Text
 from stepwell.server.api.bodies import ChatBody
-from stepwell.server.api.grammars import schema_grammar
 from stepwell.server.api.parsing.formats import HARMONY, markers_of
-from stepwell.server.api.tool_choice import MOST_CALLS, ToolChoice, parameters_of
+from stepwell.server.api.tool_choice import MOST_CALLS, ToolChoice, parameters_grammar
 from stepwell.server.served import Served
 
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -88,8 +87,7 @@ def forced_calls(served: Served, choice: ToolChoice, *, several: bool) -> Gramma
     more = f" ({write(form.between)} call){{0,{most - 1}}}" if most > 1 else ""
     start = f"start: {_lead(served)} {write(form.before)} call{more} {write(form.behind)}"
     any_call = "call: " + " | ".join(f"c{at}" for at in range(len(calls)))
-    schemas = [schema_grammar(parameters_of(each), param="tool_choice") for each in functions]
-    parts = {f"p{at}": each for at, each in enumerate(schemas)}
+    parts = {f"p{at}": parameters_grammar(each) for at, each in enumerate(functions)}
     return _framed([start, any_call, *calls], parts, write)
 
 

@@ -21,8 +21,10 @@ from stepwell.server.errors import ApiError
 from stepwell.server.served import Served
 
 MAX_CHOICES_TO_MAKE = 1000
+_OPTIONS = "x-guidance"  # of the grammar library, which stand in a schema
 _ANY_OBJECT = {"type": "object"}
 TOO_DEEP = "the schema is nested too deeply to be followed"
+_KINDS = ("json", "regex", "choice", "grammar")
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -74,8 +76,11 @@ def thoughts_of(served: Served, tokens: Sequence[int], *, within: str | None) ->
     return Thoughts(open=marked[0][0], close=marked[1][0], begun=begun)
 
 
-def schema_grammar(schema: Any, *, param: str) -> Grammar:
-    """Raises ApiError."""
+def schema_grammar(schema: Any, *, param: str, strict: bool = True) -> Grammar:
+    """`strict`: what a grammar cannot keep of the schema is refused; otherwise it is left out. Raises ApiError."""
+    if not strict and isinstance(schema, Mapping):
+        options = schema.get(_OPTIONS)
+        schema = {**schema, _OPTIONS: {"lenient": True, **(options if isinstance(options, Mapping) else {})}}
     try:
         return Grammar(kind=Kind.JSON_SCHEMA, source=schema if isinstance(schema, str) else json.dumps(schema))
     except RecursionError:
@@ -96,13 +101,15 @@ def _of_format(body: Asked) -> Asking | None:
         return name, schema_grammar(_ANY_OBJECT, param=name)
     described = wanted.get("json_schema")
     schema = described.get("schema") if isinstance(described, Mapping) else None
-    if not isinstance(schema, Mapping):
+    if not isinstance(described, Mapping) or not isinstance(schema, Mapping):
         raise ApiError(400, 'response_format needs {"json_schema": {"name": ..., "schema": {...}}}', param=name)
-    return name, schema_grammar(schema, param=name)
+    return name, schema_grammar(schema, param=name, strict=described.get("strict") is True)
 
 
 def _of_structured(body: Asked) -> list[Asking]:
-    given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None and value is not False}
+    """Options that are false are off; the schema `false` is none."""
+    asked = (body.structured_outputs or {}).items()
+    given = {name: value for name, value in asked if value is not None and (value is not False or name in _KINDS)}
     return [(f"structured_outputs.{name}", _grammar("structured_outputs", name, value)) for name, value in given.items()]
 
 
@@ -114,6 +121,10 @@ def _of_older(body: Asked) -> list[Asking]:
 
 
 def _grammar(param: str, name: str, value: Any) -> Grammar:
+    if name == "json" and isinstance(value, bool):
+        if value:
+            return schema_grammar({}, param=param)
+        raise ApiError(400, f"{param}: no answer fits the schema false; give another", param=param, code="invalid_grammar")
     if name == "json" and isinstance(value, str | Mapping):
         return schema_grammar(value, param=param)
     if name == "json_object" and value is True:

@@ -54,6 +54,10 @@ class Form(Protocol):
         """What stands beside the choices of answers that are not streamed."""
         ...
 
+    def usage(self) -> Mapping[str, int]:
+        """Kinds of tokens among those that it has written, as details of the usage."""
+        ...
+
 
 async def answer(
     request: Request,
@@ -105,14 +109,16 @@ async def _whole(
             computed.set()
     if found is None:
         return Response(status_code=CLIENT_CLOSED)
-    more = {"usage": answers.usage(body.choices), **await _offered(served, body, asks)}
-    return await asyncio.to_thread(_written, form, found, envelope, more)
+    more = await _offered(served, body, asks)
+    return await asyncio.to_thread(_written, form, found, envelope, lambda: answers.usage(body.choices, form.usage()), more)
 
 
-def _written(form: Form, found: Mapping[int, Delta], envelope: dict[str, Any], more: dict[str, Any]) -> Response:
+def _written(
+    form: Form, found: Mapping[int, Delta], envelope: dict[str, Any], usage: Callable[[], Mapping[str, Any]], more: dict[str, Any]
+) -> Response:  # fmt: skip
     """On a thread: logprobs of a long prompt and their alternatives are millions of words, which takes its time."""
     choices = [form.whole(index, delta) for index, delta in found.items()]
-    content = {**envelope, "choices": choices, **more, **form.beside(found)}
+    content = {**envelope, "choices": choices, "usage": usage(), **more, **form.beside(found)}
     return Response(_json(content, long=_are_long(found.values())), media_type="application/json")
 
 
@@ -145,7 +151,7 @@ async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, enve
         yield _event(error.body())
         return
     if body.wants_usage_chunk:
-        yield _event({**envelope, "choices": [], "usage": answers.usage(body.choices)})
+        yield _event({**envelope, "choices": [], "usage": answers.usage(body.choices, form.usage())})
     yield "data: [DONE]\n\n"
 
 

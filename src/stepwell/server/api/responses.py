@@ -107,7 +107,7 @@ def responses_router(served: Served) -> APIRouter:
         found = await collect(request, answers)
         if found is None:
             return Response(status_code=CLIENT_CLOSED)
-        return await asyncio.to_thread(_whole, made, form, found[0], answers.usage(1))
+        return await asyncio.to_thread(_whole, made, form, found[0], answers)
 
     return router
 
@@ -223,7 +223,7 @@ class _Made:
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+                "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
                 "total_tokens": usage["total_tokens"],
             },
         }
@@ -233,10 +233,10 @@ def _status(finish: Finish | None) -> str:
     return "incomplete" if finish is Finish.LENGTH else "completed"
 
 
-def _whole(made: _Made, form: ChatForm, answer: Delta, usage: Mapping[str, Any]) -> Response:
+def _whole(made: _Made, form: ChatForm, answer: Delta, answers: Answers) -> Response:
     """On a thread: a long answer takes its time to parse."""
     made.push(form, 0, answer)
-    return Response(_json(made.ended(answer.finish, usage)), media_type="application/json")
+    return Response(_json(made.ended(answer.finish, answers.usage(1, form.usage()))), media_type="application/json")
 
 
 async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterator[str]:
@@ -256,7 +256,7 @@ async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterato
     except ApiError as error:  # the status is long out
         yield written([("error", {name: error.body()["error"][name] for name in ("message", "code", "param")})])
         return
-    last = made.ended(finish, answers.usage(1))
+    last = made.ended(finish, answers.usage(1, form.usage()))
     yield written([(f"response.{last['status']}", {"response": last})])
 
 

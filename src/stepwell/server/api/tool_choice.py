@@ -58,7 +58,7 @@ class ToolChoice:
         """Of an answer in JSON that has to call. `several`: it may call more than one. Raises ApiError."""
         functions = [tool["function"] for tool in self.tools]
         if self.how is Choosing.NAMED:
-            return schema_grammar(parameters_of(next(each for each in functions if each["name"] == self.name)), param=_PARAM)
+            return parameters_grammar(next(each for each in functions if each["name"] == self.name))
         places = [f"#/$defs/{number}" for number in range(len(functions))]
         try:
             defined = [_moved(parameters_of(each), place) for each, place in zip(functions, places, strict=True)]
@@ -66,7 +66,8 @@ class ToolChoice:
             raise ApiError(400, f"{_PARAM}: {TOO_DEEP}", param=_PARAM, code="invalid_grammar") from None
         calls = [_call_schema(each["name"], place) for each, place in zip(functions, places, strict=True)]
         schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": MOST_CALLS if several else 1}
-        return schema_grammar({"$defs": {str(at): each for at, each in enumerate(defined)}, **schema}, param=_PARAM)
+        schema = {"$defs": {str(at): each for at, each in enumerate(defined)}, **schema}
+        return schema_grammar(schema, param=_PARAM, strict=any(_is_strict(each) for each in functions))
 
 
 def tool_choice_of(body: ChatBody) -> ToolChoice:
@@ -100,6 +101,15 @@ def _name(number: int, tool: Any) -> str:
         what = f'tools[{number}] must be {{"type": "function", "function": {{"name": ...}}}}'
         raise ApiError(400, what, param="tools")
     return name
+
+
+def parameters_grammar(function: Mapping[str, Any]) -> Grammar:
+    """Of the arguments of a call. Raises ApiError."""
+    return schema_grammar(parameters_of(function), param=_PARAM, strict=_is_strict(function))
+
+
+def _is_strict(function: Mapping[str, Any]) -> bool:
+    return function.get("strict") is True
 
 
 def parameters_of(function: Mapping[str, Any]) -> Any:

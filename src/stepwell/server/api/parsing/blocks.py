@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepwell.server.api.parsing.block_reader import BlockReader
-from stepwell.server.api.parsing.pieces import Call, Markers, Parser, Piece, Spaced, joined, portions
+from stepwell.server.api.parsing.pieces import Call, Markers, Parser, Piece, Place, Spaced, joined, portions
 from stepwell.server.api.parsing.source import Nested, ReadCalls, Texts
 
 
@@ -192,6 +192,12 @@ class ReasoningParser:
     @property
     def in_call(self) -> bool:
         return self._rest.in_call
+
+    @property
+    def place(self) -> Place:
+        if self._inside:
+            return Place.THOUGHT
+        return Place.LAST if self._done else Place.HEADING
 
     def push(self, text: str) -> Piece:
         if not self._inside and not self._done:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from stepwell.engine.text import Text
 from stepwell.server.api.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
+from stepwell.server.api.parsing.counting import Placed
 from stepwell.server.api.parsing.harmony import HARMONY_MARKERS, HarmonyParser
 from stepwell.server.api.parsing.pieces import Parser
 from stepwell.server.api.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
@@ -105,7 +106,21 @@ def parser_for(tools: str | None, reasoning: str | None, *, prompt_end: str = ""
     if reasoning is None:
         return rest
     around = REASONING[reasoning]
-    return ReasoningParser(around, rest, begun=prompt_end.rstrip().endswith(around.open))
+    return ReasoningParser(around, rest, begun=opens(around, prompt_end))
+
+
+def thoughts_for(tools: str | None, reasoning: str | None, *, prompt_end: str) -> Callable[[], Placed] | None:
+    """Makes parsers that know where an answer's thoughts stand, and nothing else; None where none are told apart."""
+    if HARMONY in (tools, reasoning):
+        return lambda: HarmonyParser(tools=False)
+    if reasoning is None:
+        return None
+    around = REASONING[reasoning]
+    return lambda: ReasoningParser(around, Plain(), begun=opens(around, prompt_end))
+
+
+def opens(around: Reasoning, prompt_end: str) -> bool:
+    return prompt_end.rstrip().endswith(around.open)
 
 
 def _blocks(tools: str | None, reasoning: str | None) -> Blocks | None:

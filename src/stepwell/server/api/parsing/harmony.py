@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from stepwell.server.api.parsing.block_reader import BlockReader
-from stepwell.server.api.parsing.pieces import Call, Markers, Piece, joined, portions
+from stepwell.server.api.parsing.pieces import Call, Markers, Piece, Place, joined, portions
 from stepwell.server.api.parsing.readers import arguments_alone
 from stepwell.server.api.parsing.source import SPACE, Reading, Source, Texts
 
@@ -38,6 +38,12 @@ class HarmonyParser:
     @property
     def in_call(self) -> bool:
         return self._cut or (self._call is not None and self._call.in_call)
+
+    @property
+    def place(self) -> Place:
+        if self._in_header:
+            return Place.HEADING
+        return Place.THOUGHT if self._thinks else Place.ANSWER
 
     def push(self, text: str) -> Piece:
         pieces: list[Piece] = []

@@ -13,6 +13,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol
 
 _PORTION = 4096  # characters
@@ -47,6 +48,15 @@ class Piece:
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
+
+
+class Place(Enum):
+    """What an answer's text ends within, as far as that is known."""
+
+    HEADING = "heading"  # a header, a marker, or what may be one: what follows says what it belongs to
+    THOUGHT = "thought"
+    ANSWER = "answer"
+    LAST = "last"  # the answer, behind which no thoughts come
 
 
 class Parser(Protocol):

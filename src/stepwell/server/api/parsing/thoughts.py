@@ -29,6 +29,7 @@ class ThoughtParser:
         self._closes = Markers((around.close,))
         self._inside = thoughts.begun
         self._thought = Spaced(keeps_start=False)
+        self.thoughts = 0  # tokens, with those of the markers
 
     @property
     def in_call(self) -> bool:
@@ -42,6 +43,7 @@ class ThoughtParser:
         self._tokens += tokens
         end = self._thoughts.end(self._tokens, since)
         self._inside = end != 0
+        self.thoughts = len(self._tokens) if end is None else end
         if end is not None:
             self._last = self._text.decode(self._tokens[:end], special=True).count(self._around.close)
             self._tokens.clear()

@@ -42,8 +42,6 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
     _audit_rows(state, leases)
     _audit_users(state, leases, pins, links)
-    if state.clean is not None:
-        state.clean.audit()
     for link in links:
         link.deferred.audit()
         link.beliefs.audit()

@@ -21,7 +21,6 @@ from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules, rules_for
 from stepwell.policy.value import Expected, ReuseModel, ValuePolicy
 from stepwell.store_tier.tier import StoreTier
-from stepwell.tiers.clean import Clean
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tiers.lifetime import note_split
 from stepwell.tiers.saving import write_back
@@ -146,7 +145,6 @@ def build_cache(
     value = tuning.eviction or Expected(reuse)
     tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.saves_on_eviction)
     counters = counters or Counters()
-    saves_late = config.write.saves_on_eviction and len(arenas) == 2
     state = CacheState(
         spec=spec,
         config=config,
@@ -159,8 +157,7 @@ def build_cache(
         on_checkpoint=tuning.on_checkpoint,
         compute_while_loading=tuning.compute_while_loading,
         reuse=reuse if tuning.eviction is None else None,
-        write_back=write_back if saves_late else None,
-        clean=Clean(arenas[Tier.DEVICE]) if saves_late else None,
+        write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,
     )
     tree.on_split.append(partial(note_split, state))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)

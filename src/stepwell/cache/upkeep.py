@@ -13,7 +13,6 @@ from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.lease import Lease, Leases, LeaseState
 from stepwell.tiers.lifetime import Pins, drop_expired
-from stepwell.tiers.reserve import Reserve
 from stepwell.tiers.state import CacheState
 
 DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
@@ -27,7 +26,6 @@ class Upkeep:
         self._store_tier = store_tier
         self._leases = leases
         self._pins = pins
-        self._reserve = Reserve(state, state.clean) if state.clean is not None else None
         self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
 
     def step(self) -> StepReport:
@@ -55,7 +53,6 @@ class Upkeep:
         """Waits for copies and then for the store, for so long in all, and stops the workers; false when something is left."""
         state, store_tier = self._state, self._store_tier
         deadline_s = state.clock.now() + timeout_s
-        self._reserve = None  # nobody will need the room
         try:
             self._settle(deadline_s, lambda: state.copies.num_awaited, state.copies.drain)
             store_tier.end_deferral()
@@ -80,8 +77,6 @@ class Upkeep:
         self._pins.drop_expired()
         drop_expired(state, self._pins.nodes)
         settled = self._leases.settle(errors)
-        if self._reserve is not None:
-            self._reserve.step()
         return StepReport(
             completed=len(completions),
             failures=(*errors.values(), *store_failures),

@@ -19,9 +19,8 @@ from math import inf
 from stepwell.base.ids import Tier
 from stepwell.store_tier.backup import put_before_leaving, put_path
 from stepwell.store_tier.link import StoreLink, Unplaced
-from stepwell.tiers.saving import save_residency, save_runs
+from stepwell.tiers.saving import missing_pages, save_residency, save_runs
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tiers.worth_saving import missing_pages
 from stepwell.tree.node import Node, Residency, Run, Victim
 
 

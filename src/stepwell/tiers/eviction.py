@@ -16,10 +16,8 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
-from stepwell.tiers.clean import Clean
 from stepwell.tiers.cutting import cut_end
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tiers.worth_saving import is_lost_without, is_worth_saving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import USEFUL
@@ -63,8 +61,6 @@ def allocate(
         raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and coming)
     room = make_room(state, tier, need, tenant=tenant, may_spill=may_spill)
     if not room.fits:
-        if room.waiting:
-            state.counters.add(f"room_waits_{tier.label}")
         raise NoRoom(_why(state, tier, need), waiting=room.waiting)
     return arena.alloc(need)
 
@@ -74,13 +70,10 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
     state.give_back_host()
     if not state.tree.ranking.hold(tier):
         return _make_room(state, tier, need, tenant, may_spill)
-    before_bytes = state.arena(tier).used_bytes
     try:
         return _make_room(state, tier, need, tenant, may_spill)
     finally:
         state.tree.ranking.let_go(tier)
-        if tier is Tier.DEVICE and state.clean is not None:
-            state.clean.left_bytes += before_bytes - state.arena(tier).used_bytes
 
 
 def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> Room:
@@ -119,8 +112,6 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             waiting = waiting or _may_be_shed_soon(state, tier, may_spill)
             break
         if save is not None and not victim.unsaved:
-            if state.clean is not None and tier is Tier.DEVICE and excess_bytes is None:
-                victim = _clean_instead(state, state.clean, victim, short)
             if tier is Tier.DEVICE and isinstance(victim, Run):
                 victim = cut_end(state, victim, _wanted(state, victim, short, excess_bytes))
             leaving = save(victim)
@@ -273,18 +264,6 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 def _needs_runs(short: Need) -> bool:
     """Whether each page of a run counts."""
     return PREFIX in short or ROWS in short
-
-
-def _clean_instead(state: CacheState, clean: Clean, victim: Victim, short: Need) -> Victim:
-    """What goes in place of a victim of the device that would have to be saved first: what is clean and helps, if anything."""
-    if not is_lost_without(state, victim) or not is_worth_saving(state, victim):
-        return victim
-    instead = clean.next(runs=_needs_runs(short), checkpoints=WINDOW in short or POINT in short)
-    if instead is None:
-        return victim
-    state.tree.ranking.queue(victim)
-    state.tree.ranking.take_out(instead)
-    return instead
 
 
 def _evict_together(

@@ -15,11 +15,10 @@ import numpy as np
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, Copy, PageIds, Purpose, Span
-from stepwell.memory.arena import READY
+from stepwell.memory.arena import READY, Need
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.state import CacheState, Leaving
-from stepwell.tiers.worth_saving import checkpoint_need, is_lost_without, is_worth_saving, missing_pages
-from stepwell.tree.checkpoints import add_residency, residency_arrived
+from stepwell.tree.checkpoints import add_residency, is_superseded, residency_arrived
 from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_checkpoint
 
 
@@ -63,9 +62,16 @@ def save_committed(state: CacheState, node: Node) -> None:
 
 def write_back(state: CacheState, victim: Victim) -> Leaving:
     """Before something leaves the device: starts saving it if the host lacks it and has nothing worth less to give up for it."""
-    if not is_lost_without(state, victim):
-        return Leaving.NOW
-    if not is_worth_saving(state, victim):
+    if isinstance(victim, Residency):
+        if not victim.ready or victim.users or victim.checkpoint.held[Tier.HOST] is not None:
+            return Leaving.NOW
+    else:
+        tail = state.tree.ranking.tails.of(victim)
+        if tail is None or not len(missing_pages(state, victim.node)):
+            return Leaving.NOW
+        if tail.dead and (state.below is None or not state.below.owes(victim.node)):
+            return Leaving.NOW
+    if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
         state.counters.add("save_skipped_worth_less")
         return Leaving.NOW
     if isinstance(victim, Residency):
@@ -77,6 +83,31 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         victim.leaving = True
         return Leaving.LATER
     return Leaving.BLOCKED if save is Save.WAITING else Leaving.NOW
+
+
+def _is_worth_room(state: CacheState, victim: Victim) -> bool:
+    """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less.
+
+    A checkpoint that a later one serves for is not worth it: it would leave a hole where pages are short. Above a store all
+    others go down: what leaves the host for them is stored.
+    """
+    if isinstance(victim, Residency) and is_superseded(victim.checkpoint, milestone_pages=0):
+        return False
+    if state.below is not None and (state.below.takes_paths or state.below.takes_late):
+        return True
+    ranking = state.tree.ranking
+    return (isinstance(victim, Run) and ranking.tails.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
+
+
+def _need(state: CacheState, victim: Victim) -> Need:
+    """What saving something would take, at most."""
+    if isinstance(victim, Residency):
+        return _checkpoint_need(len(victim.windows), len(victim.points))
+    return {Kind.PREFIX: len(missing_pages(state, victim.node))}
+
+
+def _checkpoint_need(windows: int, points: int) -> Need:
+    return {kind: count for kind, count in ((Kind.WINDOW, windows), (Kind.POINT, points)) if count}
 
 
 def save_runs(
@@ -161,7 +192,7 @@ def save_residency(state: CacheState, residency: Residency, *, evict: bool = Tru
     shared = _shared_windows(state, node, checkpoint.page)
     span = state.spec.window_span(checkpoint.page * state.spec.page_tokens)
     fresh = [index for index, at in enumerate(span) if at not in shared]
-    need = checkpoint_need(len(fresh), len(residency.points))
+    need = _checkpoint_need(len(fresh), len(residency.points))
     if not evict and not state.arena(Tier.HOST).fits(need):
         return Save.SKIPPED
     state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
@@ -239,6 +270,20 @@ def _host_pages(node: Node) -> PageIds:
     runs = [each.runs[Tier.HOST] for each in node.path()]
     ids: PageIds = np.concatenate([NO_PAGES, *(run.ids for run in runs if run is not None)])
     return np.asarray(ids[ids != ABSENT])
+
+
+def missing_pages(state: CacheState, node: Node) -> PageIds:
+    """Indices of the node's pages that can be read on the device and are not on the host."""
+    device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
+    if device is None or (host is not None and host.num_pages == node.num_pages):
+        return NO_PAGES
+    page_states = state.arena(Tier.DEVICE).state[Kind.PREFIX]
+    wanted = (device.ids != ABSENT) & (page_states[device.ids] == READY)
+    if host is not None:
+        wanted &= host.ids == ABSENT
+    if state.row_pages is not None:
+        wanted &= ~state.row_pages.backed(device.ids)  # their rows are on the host
+    return np.flatnonzero(wanted).astype(np.int32)
 
 
 def _array(ids: object) -> PageIds:

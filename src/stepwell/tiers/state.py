@@ -27,7 +27,6 @@ from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import Speed
 from stepwell.policy.value import ReuseModel
-from stepwell.tiers.clean import Clean
 from stepwell.tiers.copies import CopyJobs
 from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree
@@ -167,7 +166,6 @@ class CacheState:
     below: Below | None = None  # what takes copies of what is on the host
     spill: Callable[[Need], bool] | None = None  # makes room on the device out of rows of running requests; true if it did
     write_back: Callable[[CacheState, Victim], Leaving] | None = None  # starts saving what is on the device alone
-    clean: Clean | None = None  # what the device could give up at once, where what leaves it is saved
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen

@@ -20,9 +20,8 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
         match.checkpoint.used_at = use.at_s
         match.checkpoint.uses += 1
         for residency in match.checkpoint.held:
-            if residency is not None and residency.leaving:
+            if residency is not None:
                 residency.leaving = False
-                state.tree.ranking.queue_repeated(residency)
     if state.below is not None:
         state.below.before_use(match.path)
     deepest = state.tree.touch(match.path, upto, use)

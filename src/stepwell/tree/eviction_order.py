@@ -20,8 +20,7 @@ from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.node import Victim
 
 SWEPT_PER_PUSH = 2
-# Ranks: what nothing can use goes first, then what another tier has too, and keeps longer; then what was saved to leave.
-WORTHLESS, REPEATED, CLEAN, USEFUL = -3, -2, -1, 0
+WORTHLESS, REPEATED, USEFUL = -2, -1, 0  # ranks: what nothing can use goes first, then what another tier has too
 
 
 class Standing(NamedTuple):
@@ -54,7 +53,6 @@ class EvictionOrder:
         self._heads: list[Head] | None = None  # while held: a heap. A heap of entries has one that counts, its latest
         self._latest: dict[int, int] = {}  # by the identity of a heap, the number of that
         self._last_head = 0
-        self._least_rank = WORTHLESS  # of what counts while held
 
     def __len__(self) -> int:
         """Entries, live or not."""
@@ -82,16 +80,14 @@ class EvictionOrder:
         self._add((standing.rank, place.group, place.level), (place.since, number, victim))
         self.sweep()
 
-    def hold(self, least_rank: int = WORTHLESS) -> bool:
-        """Nobody's worth changes until `let_go`, and only who is of that rank or a higher one is asked for. False where that was
-        said already.
-        """
+    def hold(self) -> bool:
+        """Nobody's worth changes until `let_go`. False where that was said already."""
         if self._heads is not None:
             return False
-        self._heads, self._least_rank = [], least_rank
+        self._heads = []
         for heaps in (self._older, self._newer):
             for key in list(heaps):
-                heap = _living(heaps, key) if key[0] >= least_rank else None
+                heap = _living(heaps, key)
                 if heap is not None:
                     self._heads.append(self._head_of(key, heap))
         heapify(self._heads)
@@ -219,7 +215,7 @@ class EvictionOrder:
     def _add(self, key: _Key, entry: _Entry) -> None:
         heap = self._newer.setdefault(key, [])
         heappush(heap, entry)
-        if self._heads is not None and heap[0] is entry and key[0] >= self._least_rank:
+        if self._heads is not None and heap[0] is entry:
             heappush(self._heads, self._head_of(key, heap))
 
     def _order_of_head(self, place: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:

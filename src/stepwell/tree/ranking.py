@@ -18,7 +18,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.memory.arena import Arena
 from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.accounts import Account
-from stepwell.tree.eviction_order import CLEAN, REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
+from stepwell.tree.eviction_order import REPEATED, USEFUL, WORTHLESS, EvictionOrder, Standing
 from stepwell.tree.node import Node, Residency, Run, Victim, reach_of
 from stepwell.tree.own_orders import Orders, OwnOrders
 from stepwell.tree.tails import Tail, Tails
@@ -72,7 +72,7 @@ class Ranking:
         if tail is None:
             if self.tails.of(run, cut_off=True) is not None:
                 self._note_depended_on(run)
-        elif not run.entry or _rank(run, tail) < run.standing:
+        elif not run.entry or _rank(tail) < run.standing:
             self._push(run, self._run_standing(run, tail))
 
     def pop_depended_on(self, tier: Tier) -> tuple[Run, Tail] | None:
@@ -235,12 +235,10 @@ class Ranking:
                 return
             yield residency
 
-    def hold(self, tier: Tier, least_rank: int = WORTHLESS) -> bool:
-        """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again, and only those of at least
-        that rank are candidates. False where it was held.
-        """
+    def hold(self, tier: Tier) -> bool:
+        """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again. False where it was held."""
         runs, checkpoints = self._orders[tier]
-        return runs.hold(least_rank) and checkpoints.hold(least_rank)
+        return runs.hold() and checkpoints.hold()
 
     def let_go(self, tier: Tier) -> None:
         """Time passes again."""
@@ -295,9 +293,7 @@ class Ranking:
         if tail.dead:
             return Standing(WORTHLESS, Place(0, 0, node.used_at))
         place = self.place_of_pages(node, run.tier)
-        if not tail.repeated:
-            return Standing(USEFUL, place)
-        return _repeated(place) if run.tier is Tier.HOST else Standing(CLEAN, place)
+        return Standing(USEFUL, place) if not tail.repeated else _repeated(place)
 
     def _residency_standing(self, residency: Residency) -> Standing:
         group, since = self._due_of(residency)
@@ -340,10 +336,8 @@ class Ranking:
         return other is not None and not other.leaving
 
 
-def _rank(run: Run, tail: Tail) -> int:
-    if tail.dead or not tail.repeated:
-        return WORTHLESS if tail.dead else USEFUL
-    return REPEATED if run.tier is Tier.HOST else CLEAN
+def _rank(tail: Tail) -> int:
+    return WORTHLESS if tail.dead else REPEATED if tail.repeated else USEFUL
 
 
 def _repeated(place: Place) -> Standing:

@@ -1,6 +1,6 @@
 """The server as its users meet it: `stepwell serve` over HTTP, requests that do not wait for each other, clients that leave.
 
-    make bench-serve                          more than 13 minutes on 2 cores; prints tables, writes bench-serve.json
+    make bench-serve                          some 10 minutes on 2 cores; prints tables, writes bench-serve.json
     make bench-serve ARGS="--quick"           under 2 minutes
     make bench-serve ARGS="--trace FILE"      a slice of a trace instead of made-up agents
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stepwell.engine.guided import Following, OffGrammar
+from stepwell.engine.guided import OffGrammar
 from stepwell.engine.ops.editing import NO_IDS, NO_NUMBERS, WORD_BITS, Edit, Ids, Numbers
 from stepwell.engine.request import Request, Sampling
 from stepwell.engine.seen import Seen
@@ -56,30 +56,14 @@ def _penalties(request: Request, sampling: Sampling, guesses: Sequence[int]) -> 
     return used, times * sampling.frequency_penalty + sampling.presence_penalty
 
 
-def find_allowed_together(requests: Sequence[Request]) -> None:
-    """What the grammars of several requests allow next, side by side: `edit_of` finds it then."""
-    guided = [request for request in requests if request.ask.guide is not None and request.broken is None]
-    if len(guided) < 2:
-        return
-    asked = [(_following(request), request.tokens[request.prompt_tokens :]) for request in guided]
-    guide = guided[0].ask.guide
-    assert guide is not None
-    guide.masks.make_together(asked)  # all grammars of an engine have the same
-
-
-def _following(request: Request) -> Following:
-    if request.following is None:
-        assert request.ask.guide is not None
-        request.following = request.ask.guide.follow()
-    return request.following
-
-
 def _allowed(request: Request, guesses: Sequence[int], ends: Ids) -> Ids:
     """What a request's grammar allows, without `ends` where anything is left then. Empty where there is no grammar."""
     if request.ask.guide is None:
         return NO_IDS
+    if request.following is None:
+        request.following = request.ask.guide.follow()
     try:
-        words = _following(request).allowed(request.tokens[request.prompt_tokens :], guesses)
+        words = request.following.allowed(request.tokens[request.prompt_tokens :], guesses)
     except OffGrammar as error:  # of this request alone: the others of its pass go on
         log.warning("request %d: %s", request.id, error)
         request.broken = OFF_GRAMMAR

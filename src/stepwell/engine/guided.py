@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections import OrderedDict
@@ -35,7 +34,6 @@ log = logging.getLogger(__name__)
 
 MAX_SOURCE = 64 << 10  # characters
 _KEPT = 16  # compiled grammars, a few MiB each
-CORES_A_THREAD, MOST_THREADS = 2, 8  # of masks: copies, stores and HTTP want cores too; on two cores threads gained nothing
 _TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
 NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
 
@@ -82,40 +80,10 @@ class Thoughts:
         return next((at + 1 for at in range(since, len(tokens)) if tokens[at] == self.close), None)
 
 
-class Masks:
-    """Computes masks of several answers side by side, on threads of the library's own. The engine's thread."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-
-    def make_together(self, asked: Sequence[tuple[Following, Sequence[int]]]) -> None:
-        """Those that may come behind these answers: each is there when `Following.allowed` is asked for it.
-
-        Does nothing where there is one to make, or one thread.
-        """
-        if len(asked) < 2 or self.threads < 2:
-            return
-        waiting = [following for following, answer in asked if following.read(answer)]
-        if len(waiting) < 2:
-            return
-        rows = np.zeros((len(waiting), words_for(waiting[0].vocab_size)), np.int32)
-        places = [(following.matcher, at) for at, following in enumerate(waiting)]
-        self._executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.strides[0], len(rows))
-        for following, words in zip(waiting, rows, strict=True):
-            following.made = words
-
-    @cached_property
-    def _executor(self) -> Any:
-        return _library().LLExecutor(self.threads)
-
-
 class Guide:
     """A compiled grammar, and the thoughts that may stand before it. Any number of answers may follow it."""
 
-    def __init__(
-        self, start: Any, vocab_size: int, eos_ids: frozenset[int], masks: Masks, thoughts: Thoughts | None = None
-    ) -> None:  # fmt: skip
-        self.masks = masks
+    def __init__(self, start: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None = None) -> None:
         self._start = start
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -123,7 +91,7 @@ class Guide:
 
     def behind(self, thoughts: Thoughts) -> Guide:
         """The same for answers that may think first."""
-        return Guide(self._start, self._vocab_size, self._eos_ids, self.masks, thoughts)
+        return Guide(self._start, self._vocab_size, self._eos_ids, thoughts)
 
     def follow(self) -> Following:
         return Following(self._start.deep_copy(), self._vocab_size, self._eos_ids, self.thoughts)
@@ -133,9 +101,8 @@ class Following:
     """One answer's place in a grammar. One thread."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None) -> None:
-        self.matcher = matcher
-        self.vocab_size = vocab_size
-        self.made: npt.NDArray[np.int32] | None = None  # what may come behind what was read, if somebody has found that
+        self._matcher = matcher
+        self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._thoughts = thoughts
         self._thought = 0  # tokens of the answer that are thoughts for certain
@@ -148,43 +115,24 @@ class Following:
         an answer may go on with all but its end.
         """
         tokens = [*answer, *guesses]
-        first = self._first(tokens)
+        first = 0 if self._thoughts is None else self._thoughts.end(tokens, self._thought)
         if first is None:
             self._thought = len(answer)
             return self._all_but_ends
-        self._read_from(first, answer)
+        if first <= len(answer):
+            self._matcher.consume_tokens(tokens[max(self._read, first) : len(answer)])
+            self._read = len(answer)
         words = self._behind(tokens[max(first, len(answer)) :])
         if self._thoughts is not None and not tokens and not self._thoughts.begun:
             at, bit = divmod(self._thoughts.open, WORD_BITS)
             words.view(np.uint32)[at] |= np.uint32(1 << bit)
         return words
 
-    def read(self, answer: Sequence[int]) -> bool:
-        """Reads an answer as far as it has come; whether its grammar says what comes next, and nobody has found out what."""
-        first = self._first(answer)
-        if first is None or first > len(answer):
-            return False
-        self._read_from(first, answer)
-        return self.made is None
-
-    def _first(self, tokens: Sequence[int]) -> int | None:
-        return 0 if self._thoughts is None else self._thoughts.end(tokens, self._thought)
-
-    def _read_from(self, first: int, answer: Sequence[int]) -> None:
-        fresh = list(answer[max(self._read, first) :]) if first <= len(answer) else []
-        if fresh:
-            self.made = None
-            self.matcher.consume_tokens(fresh)
-        if first <= len(answer):
-            self._read = len(answer)
-
     def _behind(self, guesses: list[int]) -> npt.NDArray[np.int32]:
-        matcher = self.matcher
+        matcher = self._matcher
         ahead = matcher.try_consume_tokens(guesses) if guesses else 0
-        words = self.made if not guesses else None
-        if words is None:
-            words = np.zeros(words_for(self.vocab_size), np.int32)
-            matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        words = np.zeros(words_for(self._vocab_size), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
             raise OffGrammar(matcher.get_error().splitlines()[0])
         if ahead:
@@ -193,8 +141,8 @@ class Following:
 
     @cached_property
     def _all_but_ends(self) -> npt.NDArray[np.int32]:
-        bits = np.zeros(words_for(self.vocab_size) * WORD_BITS, np.uint8)
-        bits[: self.vocab_size] = 1
+        bits = np.zeros(words_for(self._vocab_size) * WORD_BITS, np.uint8)
+        bits[: self._vocab_size] = 1
         bits[sorted(self._eos_ids)] = 0
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
@@ -202,9 +150,7 @@ class Following:
 class Guides:
     """Compiles grammars for one model, and keeps the last ones. Any number of threads may ask."""
 
-    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int], threads: int | None = None) -> None:
-        """`threads` that compute masks; None for as many as this machine is thought to have to spare."""
-        self._masks = Masks(threads or min((os.cpu_count() or 1) // CORES_A_THREAD, MOST_THREADS))
+    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._text = text
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -244,7 +190,7 @@ class Guides:
         if start.is_error():
             why = schemas.in_plain_words(start.get_error())
             raise ConfigError(f"the {_called(grammar)} cannot be followed: {why:.500}")
-        guide = Guide(start, self._vocab_size, self._eos_ids, self._masks)
+        guide = Guide(start, self._vocab_size, self._eos_ids)
         try:  # what is too much for the first token is found here, and not in a pass
             guide.follow().allowed(())
         except OffGrammar as error:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from stepwell.engine.edits import edit_of, find_allowed_together
+from stepwell.engine.edits import edit_of
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
 from stepwell.engine.ops.editing import Edit, edited
 from stepwell.engine.ops.to_host import ToHost
@@ -33,7 +33,6 @@ def choosing_for(chunks: Sequence[Chunk]) -> list[Choosing]:
     """How the token behind each row of a pass's logits is chosen: of each chunk those that are told, then of one that completes
     the next, and those behind what is proposed.
     """
-    find_allowed_together([chunk.request for chunk in chunks if chunk.completes])
     return [way for chunk in chunks for way in _choosing(chunk)]
 
 

@@ -105,7 +105,8 @@ def test_a_full_disk_costs_lines_and_nothing_else() -> None:
     assert done.stdout == b"ends\n" and not done.stderr
 
 
-def test_what_has_no_form_in_utf_8_is_written_all_the_same(tmp_path: Path) -> None:
+def test_what_has_no_form_in_utf_8_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # those of the tests' own reports, which cannot be sent with that
     with (tmp_path / "log").open("w") as file, log_to(file, "text"):
         logging.getLogger("stepwell.here").info("a field \ud800")
     assert (tmp_path / "log").read_text().endswith("info a field \\ud800\n")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from queue import SimpleQueue
-from threading import TIMEOUT_MAX, Condition, Thread
+from threading import TIMEOUT_MAX, Condition, Lock, Thread
 from typing import Generic, TypeVar
 from weakref import finalize
 
@@ -36,6 +36,7 @@ class WorkQueue:
         self._pulse = _Pulse(clock)
         self._name = f"stepwell-{name}"
         self._to_start = threads
+        self._starts = Lock()  # anybody may submit, and as many threads are started as are ended
         self._end = finalize(self, _end_threads, self._queue, threads)
 
     @property
@@ -47,6 +48,11 @@ class WorkQueue:
         """Puts it in line, in any case: where the system has no more threads, work waits until it has one, when there is more."""
         assert self._end.alive, f"{self._name} was closed"
         self._queue.put(work)
+        if self._to_start:
+            with self._starts:
+                self._start()
+
+    def _start(self) -> None:
         while self._to_start:
             try:
                 Thread(target=_live, args=(self._queue, self._pulse), name=self._name, daemon=True).start()

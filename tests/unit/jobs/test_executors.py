@@ -313,3 +313,27 @@ def test_work_waits_where_the_system_has_no_more_threads(monkeypatch: pytest.Mon
     line.submit(done.set)
     assert done.wait(PATIENCE_S) and began == [1], "in their order"
     line.close()
+
+
+def test_two_who_submit_at_once_start_one_thread_for_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    line, done = WorkQueue("line", SystemClock()), Event()
+    other = threading.Thread(target=line.submit, args=(done.set,))
+
+    class Interrupted(threading.Thread):
+        """While the first one starts, somebody else submits."""
+
+        def start(self) -> None:
+            started.append(self)
+            if len(started) > 3:
+                raise RuntimeError("threads without end")
+            if len(started) == 1:
+                other.start()
+                wait_until(lambda: line._queue.qsize() == 2)
+            super().start()
+
+    monkeypatch.setattr(workers, "Thread", Interrupted)
+    line.submit(lambda: None)
+    other.join(PATIENCE_S)
+    assert done.wait(PATIENCE_S) and len(started) == 1
+    line.close()

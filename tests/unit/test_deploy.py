@@ -126,7 +126,7 @@ def test_two_servers_share_one_mooncake_on_a_network_of_its_own() -> None:
 
 
 def test_probes_ask_for_what_the_server_answers() -> None:
-    served = set(re.findall(r'@router\.get\("(/\w+)"', (SOURCE / "server/probes.py").read_text()))
+    served = set(re.findall(r'@router\.(?:get|api_route)\("(/\w+)"', (SOURCE / "server/probes.py").read_text()))
     probes = {name: container()[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startup": "/health",

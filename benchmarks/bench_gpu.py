@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.machine import machine
-from gpu import connectors, copying, cost, decode, disk, guided, host, hybrids, prefill, sampling
+from gpu import connectors, copying, cost, decode, disk, guided, host, hybrids, prefill, room, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
 from gpu.report import Row, goals_of, kernels_of, table_of
 
@@ -54,6 +54,7 @@ PARTS = {
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),
     "hidden": Part(title="Load behind new tokens", seconds=25, measure=host.measure_hidden),
     "disk": Part(title="First token from the disk", seconds=35, measure=disk.measure),
+    "room": Part(title="First token on a full device", seconds=60, measure=room.measure),
     "cost": Part(title="What tiers cost without reuse", seconds=30, measure=cost.measure),
 }
 

@@ -3,6 +3,7 @@
     make bench-serve                          some 10 minutes on 2 cores; prints tables, writes bench-serve.json
     make bench-serve ARGS="--quick"           under 2 minutes
     make bench-serve ARGS="--trace FILE"      a slice of a trace instead of made-up agents
+    make bench-serve ARGS="--control"         the case without reuse twice: what rounding alone changes in answers
 
 Three cases play the same load in the same run, part by part in turns, so that what else the machine does hits all of them:
 `tiers` (device, host and a log), `device` (the same device memory alone), `none` (nothing is reused). Arrivals are open loop: a
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the server that is 
     "device": ("plain", {}),
     "none": ("plain", {"use_cache": False}),
 }
+AGAIN = {"again": CASES["none"]}  # nothing is reused in either, so where they differ no cache had a hand in it
 
 
 def main() -> int:
@@ -52,25 +54,29 @@ def main() -> int:
         for clients in args.clients
     }  # fmt: skip
     arrivals = {clients: list(_arrivals(args.trace, load, at)) for at, (clients, load) in enumerate(loads.items())}
+    cases = CASES | AGAIN if args.control else CASES
     started = time.monotonic()
     with TemporaryDirectory(prefix="bench-serve-") as directory, ExitStack() as stack:
         console.print("two servers start ...")
         addresses = _start(args, Path(directory), stack)
         with _progress(console) as progress:
-            task = progress.add_task("", total=len(CASES) * sum(map(len, arrivals.values())))
+            task = progress.add_task("", total=len(cases) * sum(map(len, arrivals.values())))
             played = {}
             for clients, asked in arrivals.items():
                 progress.update(task, description=f"{clients} clients")
-                played[clients] = asyncio.run(_level(addresses, asked, args.rounds, clients, lambda: progress.advance(task)))
+                level = _level(addresses, cases, asked, args.rounds, clients, lambda: progress.advance(task))
+                played[clients] = asyncio.run(level)
     results = [
-        {"clients": clients, "case": case, **figures(parts)} for clients, cases in played.items() for case, parts in cases.items()
+        {"clients": clients, "case": case, **figures(parts)} for clients, found in played.items() for case, parts in found.items()
     ]
-    unlike = {clients: different(cases) for clients, cases in played.items()}
-    _show(console, args, arrivals, results, unlike)
+    unlike = {clients: different({case: found[case] for case in CASES}) for clients, found in played.items()}
+    controls = played if args.control else {}
+    rounded = {clients: different({case: found[case] for case in ("none", *AGAIN)}) for clients, found in controls.items()}
+    _show(console, args, arrivals, results, unlike, rounded)
     told = {
         "model": args.model, "trace": "made up" if args.trace is None else args.trace.name, "results": results,
         "loads": [asdict(load) for load in loads.values()], "rounds": args.rounds, "sizes": _sizes(args),
-        "different_answers": unlike, "machine": machine("cpu"),
+        "different_answers": unlike, "different_without_reuse": rounded, "machine": machine("cpu"),
     }  # fmt: skip
     args.json.write_text(json.dumps(told, indent=1) + "\n")
     console.print(f"{time.monotonic() - started:.0f} s; written to {args.json.name}")
@@ -89,6 +95,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, help="tokens of the longest prompt (default: 4000; quick: 1000)")
     parser.add_argument("--answer", type=int, help="tokens of the longest answer (default: 64; quick: 24)")
     parser.add_argument("--leaving", type=float, default=0.08, help="share of clients that leave (default: %(default)s)")
+    parser.add_argument("--control", action="store_true", help="plays the case without reuse twice, and compares its answers")
     parser.add_argument("--device-memory", help="of both servers (default: 24MiB; quick: 8MiB)")
     parser.add_argument("--host-memory", default="128MiB", help="of the one with tiers (default: %(default)s)")
     parser.add_argument("--store-budget", default="1GiB", help="of its log (default: %(default)s)")
@@ -131,17 +138,18 @@ def _progress(console: Console) -> Progress:
 
 
 async def _level(
-    addresses: dict[str, str], arrivals: list[Arrival], rounds: int, clients: int, done: Callable[[], None]
+    addresses: dict[str, str], cases: dict[str, tuple[str, dict[str, Any]]], arrivals: list[Arrival], rounds: int, clients: int,
+    done: Callable[[], None],
 ) -> dict[str, list[Played]]:  # fmt: skip
     """One load in all cases, part by part, each time another case first."""
-    found: dict[str, list[Played]] = {case: [] for case in CASES}
+    found: dict[str, list[Played]] = {case: [] for case in cases}
     numbered = list(enumerate(arrivals))
     parts = [numbered[at * len(numbered) // rounds : (at + 1) * len(numbered) // rounds] for at in range(rounds)]
     async with client() as http:
         for at, part in enumerate(parts):
-            turn = list(CASES)[at % len(CASES) :] + list(CASES)[: at % len(CASES)]
+            turn = list(cases)[at % len(cases) :] + list(cases)[: at % len(cases)]
             for case in turn:
-                server, more = CASES[case]
+                server, more = cases[case]
                 body = {**more, "cache_salt": f"{clients} clients"}  # so that levels share nothing
                 found[case].append(await play(http, addresses[server], part, body, done))
     return found
@@ -149,7 +157,7 @@ async def _level(
 
 def _show(
     console: Console, args: argparse.Namespace, arrivals: dict[int, list[Arrival]], results: list[dict[str, Any]],
-    unlike: dict[int, list[int]],
+    unlike: dict[int, list[int]], rounded: dict[int, list[int]],
 ) -> None:  # fmt: skip
     lengths = sorted(len(each.prompt) for asked in arrivals.values() for each in asked)
     console.print(
@@ -184,6 +192,8 @@ def _show(
     for clients, numbers in unlike.items():
         says = "the same in all cases" if not numbers else f"NOT the same in all cases for {len(numbers)}: {numbers[:8]}"
         console.print(f"{clients} clients: answers {says}")
+        if clients in rounded:
+            console.print(f"{clients} clients: without reuse, played twice, {len(rounded[clients])} answers were not the same")
 
 
 def _ms(found: dict[str, float] | None) -> str:

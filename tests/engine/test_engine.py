@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
-from stepwell.base.errors import BadTokens, ConfigError
+from stepwell.base.errors import BadTokens, ConfigError, NoRoom
 from stepwell.base.ids import Tier
 from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
+from stepwell.engine.engine import IDLE_S
 from stepwell.engine.settings import device_bytes_of, device_of, dtype_of, limits_for
-from waiting import run_to_the_end, settle
+from waiting import run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")
 
@@ -179,3 +180,23 @@ def test_what_a_gpu_gets_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_bytes_of(config, "cuda") == 88 * 10**9
     assert device_bytes_of(replace(config, device_memory="70%"), "cuda") == 70 * 10**9
     assert device_bytes_of(replace(config, device_memory="8GiB"), "cuda") == 8 * 2**30
+
+
+def test_who_waits_for_room_leaves_the_processor_to_the_copies_that_make_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = greedy(prompt(5 * PAGE), 8)
+    with small() as engine:
+        number = engine.submit(ask)
+        deltas = run_until(engine, lambda: engine.passes > 1)
+
+        def no_room_yet(*args: Any) -> None:
+            raise NoRoom("a copy makes room", waiting=True)
+
+        monkeypatch.setattr(engine.cache, "grow", no_room_yet)
+        deltas += run_until(engine, lambda: engine.passing.unread is None)
+        deltas += engine.step()
+        passes = engine.passes
+        assert engine.scheduler.active and engine.step() == [] and engine.passes == passes
+        assert engine.idle and engine.pause_s == IDLE_S, "the engine asks again and again while others need the processor"
+        monkeypatch.undo()
+        deltas += run_to_the_end(engine)
+    assert [token for delta in deltas if delta.request == number for token in delta.tokens] == alone("llama", [ask])[0]

@@ -85,6 +85,7 @@ class Engine:
         self._runner = runner
         self._speculation = speculation
         self._gone: PassesLost | None = None  # why passes will never run again
+        self._stalled = False  # the last step computed nothing: who runs waits for room, which copies are making
         self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
         selector = runner.facts.selector
         self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
@@ -169,6 +170,7 @@ class Engine:
             self._settle(self.cache.step())  # backups go on, and what the store has comes up
             return
         self.lost = None
+        passes = self.passing.count
         self._settle(self.cache.step())
         self.scheduler.admit()
         self._end_failed()
@@ -178,13 +180,15 @@ class Engine:
             self._end_failed()
             if chunks:
                 self.passing.compute(chunks)
+        self._stalled = self.passing.count == passes
 
     @property
     def idle(self) -> bool:
         """Whether a step would only wait: for copies, for the store, or for nothing at all."""
         if self.lost is not None:
             return True
-        return self.passing.unread is None and not any(request.runs for request in self.scheduler.active.values())
+        runs = any(request.runs for request in self.scheduler.active.values())
+        return self.passing.unread is None and (self._stalled or not runs)
 
     @property
     def pause_s(self) -> float:

@@ -6,6 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
+EXIT_USER_ERROR = 2  # the user has to change something
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:

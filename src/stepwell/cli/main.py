@@ -14,14 +14,13 @@ from typing import NoReturn
 from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.cli import demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
-from stepwell.cli.command import Command
+from stepwell.cli.command import EXIT_USER_ERROR, Command
 
 COMMANDS: tuple[Command, ...] = (
     demo.COMMAND, demo_cluster.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND,
     spec.COMMAND, store.COMMAND, trace.COMMAND,
 )  # fmt: skip
 
-EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stepwell.base.config import MAX_PRIORITY
-from stepwell.base.errors import ConfigError
+from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
-from stepwell.cli.command import Command
+from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
@@ -81,7 +81,13 @@ def run(args: Namespace) -> int:
     from stepwell.server.monitoring.log_lines import log_to
 
     with log_to(sys.stderr, args.log_format):
-        return _serve(args)
+        try:
+            return _serve(args)
+        except StepwellError as error:
+            if args.log_format == "text":
+                raise
+            log.error("%s", error)
+            return EXIT_USER_ERROR
 
 
 def _serve(args: Namespace) -> int:
@@ -135,6 +141,7 @@ def _serve(args: Namespace) -> int:
         ahead=None if roles is None else roles.ahead(offers),
         peers=None if roles is None else roles.peers_of(engine, config),
         traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
+        read_tenants=None if args.tenants is None else lambda: _tenants(args).tenants,
     )
     started_s = None
     if engine.on_cuda:

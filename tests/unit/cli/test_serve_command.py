@@ -367,3 +367,10 @@ def _until_address(process: subprocess.Popen[str]) -> dict[str, str]:
             break
     assert "address" in said, process.communicate()
     return said
+
+
+def test_what_keeps_a_server_from_starting_is_a_line_of_json_too(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("uvicorn")
+    assert main(["serve", "--model", "/no/such/model", "--port", "0", *SMALL, "--log-format", "json"]) == 2
+    (line,) = [json.loads(each) for each in capfd.readouterr().err.splitlines()]
+    assert line["level"] == "error" and "/no/such/model" in line["message"]

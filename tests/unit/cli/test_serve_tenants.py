@@ -71,6 +71,38 @@ def test_a_tenant_is_served_and_its_quota_is_in_the_log(tenants: Path, tmp_path:
     assert {each["tenant"] for each in report["spaces"]} == {"alice"} and 0 < report["tenants"][0]["disk_bytes"] <= 1 << 20
 
 
+def test_tenants_are_read_again_at_sighup_and_a_file_that_is_wrong_changes_nothing(tenants: Path) -> None:
+    command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0"]
+    command += ["--tenants", str(tenants)]
+    tenants.write_text(json.dumps({"tenants": [{"name": "alice", "key": KEY}]}))
+    tenants.chmod(0o640)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = _said(process)["address"]
+            others = [{"name": "alice", "key": "a newer key of alice"}, {"name": "bob", "key": "the key that bob has"}]
+            tenants.write_text(json.dumps({"tenants": others}))
+            process.send_signal(signal.SIGHUP)
+            assert _line(process, "tenants").endswith("tenants were read again new=1 gone=0 changed=1")
+            keys = (KEY, "a newer key of alice", "the key that bob has")
+            assert [_asked(address, key) for key in keys] == [401, 200, 200]
+            tenants.write_text("{")
+            process.send_signal(signal.SIGHUP)
+            said = _line(process, "tenants")
+            assert " error the tenants stay as they were: " in said and "it is not JSON" in said
+            assert [_asked(address, key) for key in keys] == [401, 200, 200]
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
+def _line(process: subprocess.Popen[str], word: str) -> str:
+    """The next line of its log with a word."""
+    assert process.stderr is not None
+    return next(line.rstrip() for line in process.stderr if word in line)
+
+
 def _asked(address: str, key: str) -> int:
     body = {"model": "random-hybrid", "prompt": "Keep this, whatever comes. " * 3, "max_tokens": 2, "ignore_eos": True}
     headers = {"content-type": "application/json", "Authorization": f"Bearer {key}"}

@@ -103,3 +103,36 @@ def test_quotas_reach_log_stores_and_no_store_that_keeps_none() -> None:
 def test_memory_quotas_are_those_of_tenants_that_have_one() -> None:
     known = Principals(Secrets(api_key=None, admin_token="a"), [tenant("alice", "one", memory_quota=0.25), tenant("bob", "two")])
     assert known.memory_quotas == {"alice": 0.25}
+
+
+def test_tenants_may_be_others_later_and_keys_of_those_before_open_nothing() -> None:
+    before = [tenant("alice", "one", quota_bytes=4096), tenant("bob", "two"), tenant("carol", "three")]
+    known = Principals(Secrets(api_key=None, admin_token=ADMIN), before)
+    after = [tenant("alice", "another", quota_bytes=4096), tenant("bob", "two", max_priority=3), tenant("dave", "four")]
+    assert known.replace(after) == (1, 1, 2)
+    names = [None if (who := known.of_key(key)) is None else who.name for key in (b"one", b"another", b"two", b"three", b"four")]
+    assert names == [None, "alice", "bob", None, "dave"] and known.tenant("carol") is None
+    bob, operator = known.tenant("bob"), known.of_key(ADMIN.encode())
+    assert bob is not None and bob.max_priority == 3 and operator is not None and operator.operates
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        ([], "restart it"),
+        ([tenant("alice", "one", quota_bytes=8192)], "alice has another quota"),
+        ([tenant("alice", "one", quota_bytes=4096), tenant("bob", "two", memory_quota=0.5)], "bob has another quota"),
+        ([tenant("alice", ADMIN, quota_bytes=4096)], "the admin token"),
+    ],
+)
+def test_tenants_that_cannot_be_taken_change_nothing(after: list[Tenant], message: str) -> None:
+    known = Principals(Secrets(api_key=None, admin_token=ADMIN), [tenant("alice", "one", quota_bytes=4096)])
+    with pytest.raises(ConfigError, match=message):
+        known.replace(after)
+    alice, operator = known.of_key(b"one"), known.of_key(ADMIN.encode())
+    assert alice is not None and alice.name == "alice" and operator is not None and operator.operates
+
+
+def test_a_server_without_tenants_gets_none_later() -> None:
+    with pytest.raises(ConfigError, match="restart it"):
+        Principals(Secrets(api_key=None, admin_token=ADMIN)).replace([tenant("alice", "one")])

@@ -7,8 +7,10 @@ route to ask. Reads no bodies, decides no answers.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from fastapi import Depends, Request
 from fastapi.params import Depends as Dependency
@@ -25,7 +27,8 @@ log = logging.getLogger(__name__)
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
 _PRINCIPAL = "stepwell.principal"
-_TOO_LARGE = "body_too_large"
+_TOO_LARGE, _TOO_SLOW = "body_too_large", "body_timeout"
+IDLE_S = 30.0  # that a client which has not sent all of a body may be silent
 _LONGEST_PATH = 100  # in a line of the log
 _READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 
@@ -126,28 +129,33 @@ def _name(host: str) -> str:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, whether they say so or not, before anybody keeps them in memory. An ASGI application."""
+    """Refuses bodies that are too large, whether they say so or not, before anybody keeps them in memory, and those that do not
+    come: a server has so many connections. An ASGI application.
+    """
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, idle_s: float = IDLE_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._idle_s = idle_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif _declared(scope) > self._max_bytes:
-            await self._drop(receive)
+            with suppress(ApiError):  # it gets its answer sooner then
+                await self._drop(receive)
             error = ApiError(413, self._message(), code=_TOO_LARGE)
             await ErrorResponse(error.body(), status_code=413, headers={"Connection": "close"})(scope, receive, send)
         else:
             await self._app(scope, self._counted(receive), send)
 
     def _counted(self, receive: Receive) -> Receive:
-        taken = 0
+        taken, is_whole = 0, False
 
         async def take() -> Message:
-            nonlocal taken
-            message = await receive()
+            nonlocal taken, is_whole
+            message = await (receive() if is_whole else self._in_time(receive))
+            is_whole = not message.get("more_body", False)
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
                 raise ApiError(413, self._message(), code=_TOO_LARGE)
@@ -158,10 +166,17 @@ class BodyLimit:
     async def _drop(self, receive: Receive) -> None:
         dropped = 0
         while dropped <= self._max_bytes * _READ_TIMES:
-            message = await receive()
+            message = await self._in_time(receive)
             dropped += len(message.get("body", b""))
             if message["type"] != "http.request" or not message.get("more_body", False):
                 return
+
+    async def _in_time(self, receive: Receive) -> Message:
+        try:
+            return await asyncio.wait_for(receive(), self._idle_s)
+        except asyncio.TimeoutError:
+            why = f"nothing more of the body came for {self._idle_s:g} s"
+            raise ApiError(408, why, code=_TOO_SLOW) from None
 
     def _message(self) -> str:
         return f"the body is larger than the {format_bytes(self._max_bytes)} this server takes"

@@ -13,6 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import NamedTuple
 
 from stepwell.base.errors import ConfigError
 
@@ -61,6 +62,14 @@ class Tenant:
     key_sha256: bytes = field(repr=False)
 
 
+class Change(NamedTuple):
+    """How many tenants came, went, and are others than they were: with another key, say."""
+
+    new: int
+    gone: int
+    changed: int
+
+
 class Principals:
     """Everybody this server knows. Any thread."""
 
@@ -72,17 +81,41 @@ class Principals:
             raise ConfigError("the admin token and the API key must not be empty: everybody would have them")
         admin = sha256(secrets.admin_token.encode()).digest()
         self._everybody = Principal(max_priority=max_priority)
-        self._holders = [(admin, Principal(max_priority=max_priority, operates=True))]
+        self._others = [(admin, Principal(max_priority=max_priority, operates=True))]
         if secrets.api_key is not None:
-            self._holders.append((sha256(secrets.api_key.encode()).digest(), self._everybody))
+            self._others.append((sha256(secrets.api_key.encode()).digest(), self._everybody))
+        self._holders = self._with(tenants)
+        self._tenants = {str(tenant.principal.name): tenant.principal for tenant in tenants}
+        self._quotas = {name: _quotas(each) for name, each in self._tenants.items()}
+        self._open = secrets.api_key is None and not tenants
+
+    def replace(self, tenants: Sequence[Tenant]) -> Change:
+        """Others than so far, for all requests that come from now on. Raises ConfigError, and then changes nothing: quotas are
+        what memory and stores were told at the start.
+        """
+        if not (self._tenants and tenants):
+            raise ConfigError("a server that began with tenants has some, and one that began without has none: restart it")
+        for each in tenants:
+            if _quotas(each.principal) != self._quotas.get(name := str(each.principal.name), (None, None)):
+                raise ConfigError(f"tenant {name} has another quota than at the start: restart the server for that")
+        holders, before = self._with(tenants), {principal.name: (key, principal) for key, principal in self._holders}
+        after = {each.principal.name: (each.key_sha256, each.principal) for each in tenants}
+        gone = self._tenants.keys() - after.keys()
+        self._tenants = {str(name): principal for name, (_, principal) in after.items()}
+        self._holders = holders
+        changed = sum(name in before and before[name] != each for name, each in after.items())
+        return Change(new=len(after.keys() - before.keys()), gone=len(gone), changed=changed)
+
+    def _with(self, tenants: Sequence[Tenant]) -> list[tuple[bytes, Principal]]:
+        """All who hold a key, by its digest. Raises ConfigError."""
+        holders = list(self._others)
         for tenant in tenants:
             if tenant.key_sha256 == _NO_KEY:
                 raise ConfigError(f"tenant {tenant.principal.name} has an empty key: everybody would be this tenant")
-            if any(hmac.compare_digest(tenant.key_sha256, digest) for digest, _ in self._holders):
+            if any(hmac.compare_digest(tenant.key_sha256, digest) for digest, _ in holders):
                 raise ConfigError(f"tenant {tenant.principal.name} has the key of another, or the admin token: give it its own")
-            self._holders.append((tenant.key_sha256, tenant.principal))
-        self._tenants = {str(tenant.principal.name): tenant.principal for tenant in tenants}
-        self._open = secrets.api_key is None and not tenants
+            holders.append((tenant.key_sha256, tenant.principal))
+        return holders
 
     def of_key(self, given: bytes) -> Principal | None:
         """Who has this key; None for nobody. Takes as long for a key that is nearly right as for any other."""
@@ -110,3 +143,7 @@ class Principals:
                 f"tenant {limited[0]} has a quota, which only log stores keep: use log:DIR, or leave quotas out of the file"
             )
         return dict(options)
+
+
+def _quotas(principal: Principal) -> tuple[int | None, float | None]:
+    return principal.quota_bytes, principal.memory_quota

@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import torch
 
 import bench_gpu
+from gpu import bench, room
 from gpu.limits import file_bytes_per_s, state_bytes, weight_bytes
 from gpu.report import Goal, Row
 from gpu.shapes import LLAMA, make
@@ -42,6 +43,15 @@ def test_answers_that_follow_a_grammar_are_measured(tmp_path: Path) -> None:
     assert bench_gpu.main(["--tiny", "--device", "cpu", "--only", "guided", "--json", str(file), "--dir", str(tmp_path)]) == 0
     rows = json.loads(file.read_text())["parts"]["guided"]["rows"]
     assert len(rows) == 4 and all(row["figures"]["step, ms"] > 0 and not row["note"] for row in rows)
+
+
+def test_prompts_on_a_full_device_are_measured_under_two_write_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "MODELS", (LLAMA,))
+    monkeypatch.setattr(bench, "LEAST_TIER_BYTES", 1 << 20)
+    file = tmp_path / "found.json"
+    assert bench_gpu.main(["--tiny", "--device", "cpu", "--only", "room", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    rows = json.loads(file.read_text())["parts"]["room"]["rows"]
+    assert len(rows) == 3 and all(row["figures"]["adaptive, ms"] > 0 and not row["note"] for row in rows)
 
 
 def test_parts_of_an_earlier_run_stay_in_the_file(tmp_path: Path) -> None:

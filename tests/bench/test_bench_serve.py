@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import bench_serve
 from serve.arrivals import Arrival, Load, from_file, made_up
 from serve.figures import different, fell_behind, figures, percentiles
 from serve.open_loop import Heard, Played, client, play
@@ -113,3 +114,16 @@ def test_a_load_generator_that_falls_behind_says_so() -> None:
 def test_answers_that_differ_between_cases_are_found() -> None:
     one, other = ([Played(seconds=1.0, heard=(heard(0, first_s=1), heard(1, first_s=1, text=text)))] for text in ("x", "y"))
     assert different({"tiers": one, "none": one}) == [] and different({"tiers": one, "none": other}) == [1]
+
+
+def test_the_whole_bench_runs_and_a_control_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    asked = ["--quick", "--clients", "2", "--rate", "1", "--seconds", "2", "--rounds", "1", "--longest", "200", "--answer", "4"]
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *asked, "--leaving", "0", "--control", "--json", str(file)])
+    assert bench_serve.main() == 0
+    found = json.loads(file.read_text())
+    assert [each["case"] for each in found["results"]] == ["tiers", "device", "none", "again"]
+    assert found["different_answers"] == found["different_without_reuse"] == {"2": []}
+    assert all(each["done"] > 0 for each in found["results"]) and "played twice, 0 answers" in capsys.readouterr().out

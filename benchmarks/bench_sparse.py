@@ -42,7 +42,7 @@ from sparse.served import TINY as TINY_SERVING
 from sparse.served import Sizes
 from sparse.serving import measure_serving
 from sparse.split import measure_split
-from stepwell.engine.settings import REPLACE_HOT
+from stepwell.engine.building.settings import REPLACE_HOT
 from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, count_near_misses, make_trace
 
 ROOT = Path(__file__).parents[1]

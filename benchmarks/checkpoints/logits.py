@@ -19,8 +19,8 @@ from checkpoints.random_models import NAMES, checkpoint_of
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.engine import Engine
-from stepwell.engine.footprint import footprint_of
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
+from stepwell.engine.scheduling.footprint import footprint_of
 
 WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s=1.0, checkpoint_delay_s=0)
 PATIENCE_S = 120.0

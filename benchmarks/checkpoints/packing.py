@@ -22,7 +22,7 @@ import torch
 from checkpoints.random_models import checkpoint_of
 from stepwell.base.ids import Kind
 from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
 
 Pack = Callable[[bytes], bytes]
 REPEATS = 3

@@ -24,7 +24,7 @@ from gpu.shapes import LLAMA, make
 from stepwell.base.config import StoreConfig
 from stepwell.base.ids import Tier
 from stepwell.engine import Engine, EngineConfig
-from stepwell.engine.build import open_and_build
+from stepwell.engine.building.build import open_and_build
 from stepwell.store.memory import MemoryStore
 
 MODELS = {

@@ -24,7 +24,7 @@ import numpy as np
 
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.passes.batch import RequestRows
-from stepwell.engine.sampling import Choosing
+from stepwell.engine.sampling.choices import Choosing
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers
 from stepwell.engine.workers.worker_setup import WorkerLimits, WorkerSetup

@@ -21,8 +21,8 @@ from torch.nn.functional import silu
 from gpu.device_time import median_us, played_us
 from stepwell.engine.models.gpt_oss import clamped_swiglu
 from stepwell.engine.models.moe import gated
-from stepwell.engine.ops import triton_experts
 from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing, run_experts
+from stepwell.engine.ops.on_triton import experts as triton_experts
 
 MEMORY_BYTES_PER_S = 4.0e12  # of an H200, as far as kernels reach
 TOKENS = (1, 8, 64, 2048)

@@ -17,8 +17,8 @@ from gpu.report import Row
 from gpu.requests import Steady, warm_up
 from gpu.shapes import LLAMA
 from stepwell.engine.engine import Engine
-from stepwell.engine.guided import Grammar, Guide, Kind
 from stepwell.engine.loading.tokenizer import Tokenizer
+from stepwell.engine.requests.guided import Grammar, Guide, Kind
 
 BATCHES, CONTEXT, STEPS = (1, 8, 32), 2048, 60
 _ITEM = {

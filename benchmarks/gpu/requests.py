@@ -10,7 +10,7 @@ from types import TracebackType
 from engine.driving import run, step
 from gpu.bench import Bench
 from stepwell.engine import Ask, Engine, Sampling
-from stepwell.engine.guided import Guide
+from stepwell.engine.requests.guided import Guide
 
 WARM_STEPS = 8  # a shape of a pass is recorded when it is met again
 SPARE_TOKENS = 256  # what the first may have said while the last still begin

@@ -15,8 +15,8 @@ from stepwell.base.ids import CACHED_KINDS
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.presets import preset
 from stepwell.cache.build import layouts_for, numpy_memories
-from stepwell.engine.footprint import footprint
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.scheduling.footprint import footprint
 from stepwell.jobs.executors import ThreadCopyExecutor
 from stepwell.store.log.store import LogStore
 from stepwell.store.registry import open_store

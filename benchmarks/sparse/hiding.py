@@ -115,7 +115,7 @@ class Layer:
             page_XK = wanted.table_BP.long().gather(1, position_XK // page_rows)
             Rows(stored_PRE, PLAIN, self._dtype, places).some(page_XK, position_XK % page_rows)
             return
-        from stepwell.engine.ops.triton_gather import gather_rows
+        from stepwell.engine.ops.on_triton.gather import gather_rows
 
         rows = Rows(stored_PRE, Tiled(width=LATENT, exact=ROTATED), self._dtype, places)
         gather_rows(rows, wanted.table_BP, wanted.position_XK)

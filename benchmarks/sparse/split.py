@@ -103,7 +103,7 @@ class SplitLayer:
             at_BK = position_BK.long()
             page_BK = wanted.table_BP.long().gather(1, at_BK // shape.page_rows)
             return Rows(stored_PRE, PLAIN, self._dtype, places).some(page_BK, at_BK % shape.page_rows)
-        from stepwell.engine.ops.triton_gather import gather_rows
+        from stepwell.engine.ops.on_triton.gather import gather_rows
 
         rows = Rows(stored_PRE, Tiled(width=LATENT, exact=ROTATED), self._dtype, places)
         return gather_rows(rows, wanted.table_BP, position_BK)

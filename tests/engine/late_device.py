@@ -21,8 +21,8 @@ from stepwell.engine import Engine
 from stepwell.engine.ops.drawing import Draw, pick
 from stepwell.engine.ops.to_host import HostCopy
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.request import Chunk
-from stepwell.engine.unread import Unread
+from stepwell.engine.requests.request import Chunk
+from stepwell.engine.running.unread import Unread
 
 NOTHING_YET = -7  # in place of tokens that nobody has computed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from stepwell.base.config import PlacementConfig
-from stepwell.engine.request import Ask, Request
-from stepwell.engine.scheduler import Limits, Scheduler
-from stepwell.engine.text import StopFinder
+from stepwell.engine.requests.request import Ask, Request
+from stepwell.engine.requests.text import StopFinder
+from stepwell.engine.scheduling.scheduler import Limits, Scheduler
 from toys import FULL_POINT, Rig, text
 
 EVERY_PAGE = PlacementConfig(interval_tokens=0)

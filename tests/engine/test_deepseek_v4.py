@@ -30,7 +30,7 @@ from stepwell.engine.passes.groups import Groups, Seen
 from stepwell.engine.passes.open_groups import FEWEST_SLOTS, OpenGroups
 from stepwell.engine.passes.paging import Run, Sight
 from stepwell.engine.passes.rows import PLAIN, Rows
-from stepwell.engine.runner import Slots
+from stepwell.engine.running.runner import Slots
 from stepwell.tiers.lease import LeaseState
 
 transformers = pytest.importorskip("transformers")

@@ -10,9 +10,10 @@ import pytest
 from engine.families import checkpoint
 from stepwell.base.config import WritePolicy
 from stepwell.base.spec.presets import load_spec
-from stepwell.engine import EngineConfig, build_ranked
-from stepwell.engine.build_ranked import held_by_all
-from stepwell.engine.settings import write_for
+from stepwell.engine import EngineConfig
+from stepwell.engine.building import build_ranked
+from stepwell.engine.building.build_ranked import held_by_all
+from stepwell.engine.building.settings import write_for
 from stepwell.store.memory import MemoryStore
 
 MB = 10**6

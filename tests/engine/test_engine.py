@@ -12,8 +12,8 @@ from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError, NoRoom
 from stepwell.base.ids import Tier
 from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
+from stepwell.engine.building.settings import device_bytes_of, device_of, dtype_of, limits_for
 from stepwell.engine.engine import IDLE_S
-from stepwell.engine.settings import device_bytes_of, device_of, dtype_of, limits_for
 from waiting import run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")

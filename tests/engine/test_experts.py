@@ -54,7 +54,7 @@ def grouped() -> RunExperts:
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip(BY_INTERPRETER)
-    from stepwell.engine.ops.triton_experts import run_experts_grouped
+    from stepwell.engine.ops.on_triton.experts import run_experts_grouped
 
     return run_experts_grouped
 
@@ -97,7 +97,7 @@ def test_tiles_of_every_size_equal_the_reference(grouped: RunExperts, tokens: in
 
 
 def test_visits_of_several_blocks_are_sorted(grouped: RunExperts, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepwell.engine.ops import triton_experts
+    from stepwell.engine.ops.on_triton import experts as triton_experts
 
     monkeypatch.setattr(triton_experts, "_VISITS", 128)
     x_NC, weights, routing = random(150, 16, scale=1.0), some_weights(5, 16, 8, biases=False), some_routing(150, 5, 3)

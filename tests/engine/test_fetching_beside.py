@@ -18,9 +18,9 @@ from engine.test_spilled_selectors import engine_for as engine_picking
 from engine.test_spilling import alone, engine_for
 from parity.spilling import POISON, press, report
 from stepwell.engine import Engine
-from stepwell.engine.graphs import Recording
 from stepwell.engine.passes.beside import Beside
 from stepwell.engine.passes.spilling import Spilling
+from stepwell.engine.running.graphs import Recording
 from stepwell.sparse.resolve import Plan
 
 pytest.importorskip("transformers")

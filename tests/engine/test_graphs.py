@@ -14,8 +14,9 @@ import torch
 
 from engine.small import Limits, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.config import PlacementConfig
-from stepwell.engine import Engine, graphs
-from stepwell.engine.graphs import Graphs, Recording, Still
+from stepwell.engine import Engine
+from stepwell.engine.running import graphs
+from stepwell.engine.running.graphs import Graphs, Recording, Still
 
 pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 from server.serving import PAGE, tiny_checkpoint, tiny_draft
 from stepwell.base.errors import ConfigError
 from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
-from stepwell.engine.guided import Grammar, Guide, Kind, Thoughts
+from stepwell.engine.requests.guided import Grammar, Guide, Kind, Thoughts
 from waiting import run_to_the_end
 
 SCHEMA = {

@@ -19,7 +19,7 @@ from parity.spilling import poison_freed, report, short
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.ids import Tier
 from stepwell.engine import Delta, Engine, EngineConfig, Limits, build_engine
-from stepwell.engine.request import Usage
+from stepwell.engine.requests.request import Usage
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import Entry, SharedHost
 from stepwell.store.peer.store import PeerStore

@@ -20,10 +20,10 @@ from engine.test_spilled_selectors import engine_for as engine_picking
 from engine.test_spilling import alone, engine_for
 from parity.spilling import POISON, press, report
 from stepwell.engine import Engine
-from stepwell.engine.graphs import Recording
 from stepwell.engine.ops.selection import best
 from stepwell.engine.passes.near import nearly
 from stepwell.engine.passes.spilling import Spilling
+from stepwell.engine.running.graphs import Recording
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.resolve import Plan, Wanted
 

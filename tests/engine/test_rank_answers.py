@@ -10,7 +10,7 @@ import pytest
 
 from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
-from stepwell.engine.runner import PassesLost, PassFailed
+from stepwell.engine.running.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine import EngineConfig, settings
+from stepwell.engine import EngineConfig
+from stepwell.engine.building import settings
+from stepwell.engine.building.settings import backend_for, check_settings, device_bytes_of, device_of, rank_devices, ranks_on_one
 from stepwell.engine.ranks import Ranks
-from stepwell.engine.settings import backend_for, check_settings, device_bytes_of, device_of, rank_devices, ranks_on_one
 
 GB = 10**9
 

@@ -17,11 +17,12 @@ from engine.small import PAGE, alone, greedy, prompt, run, tokens_of
 from engine.test_graphs import Cuda, playing, recorded
 from engine.test_spilling import engine_for
 from parity.spilling import SPARSE, poison_freed, press, report
-from stepwell.engine import Engine, Finish, graphs
-from stepwell.engine.graphs import Graphs, Recording
+from stepwell.engine import Engine, Finish
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.request import Chunk
-from stepwell.engine.scheduler import Scheduler
+from stepwell.engine.requests.request import Chunk
+from stepwell.engine.running import graphs
+from stepwell.engine.running.graphs import Graphs, Recording
+from stepwell.engine.scheduling.scheduler import Scheduler
 
 pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.engine import Ask, Limits, Sampling
 from stepwell.engine.ops import drawing
 from stepwell.engine.ops.drawing import UNSOUND, Draw, pick
-from stepwell.engine.sampling import number_for
+from stepwell.engine.sampling.choices import number_for
 
 COUNT = 4000  # numbers that distributions are tried with
 PLAIN = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.0)

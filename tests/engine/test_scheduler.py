@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.ids import Tier
-from stepwell.engine import Limits, scheduler
-from stepwell.engine.scheduler import COMPARED, _shared_bytes
+from stepwell.engine import Limits
+from stepwell.engine.scheduling import scheduler
+from stepwell.engine.scheduling.scheduler import COMPARED, _shared_bytes
 from waiting import run_to_the_end, run_until, settle
 
 

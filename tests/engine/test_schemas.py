@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepwell.engine.schemas import followable, in_plain_words
+from stepwell.engine.requests.schemas import followable, in_plain_words
 
 CAT: dict[str, Any] = {"type": "object", "properties": {"kind": {"const": "cat"}, "a": {}}, "required": ["kind"]}
 DOG: dict[str, Any] = {"type": "object", "properties": {"kind": {"enum": ["dog", "wolf"]}}}

@@ -21,9 +21,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Ask, Engine, EngineConfig, Finish, Sampling, build_engine
-from stepwell.engine.graphs import Graphs, Recording
 from stepwell.engine.ops import attention
 from stepwell.engine.passes.rows import LayerPlaces
+from stepwell.engine.running.graphs import Graphs, Recording
 
 pytest.importorskip("transformers")
 

@@ -23,10 +23,10 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Ask, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+from stepwell.engine.building.settings import check_settings
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Piece, Spilled
 from stepwell.engine.passes.spilling import SHORT_RUN
-from stepwell.engine.settings import check_settings
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
 from stepwell.tiers.eviction import make_room

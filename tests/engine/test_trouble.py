@@ -16,8 +16,8 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
-from stepwell.engine import runner as runner_module
-from stepwell.engine import sampling as sampling_module
+from stepwell.engine.running import runner as runner_module
+from stepwell.engine.sampling import choices as sampling_module
 from stepwell.engine.trouble import TroubleLog
 from stepwell.policy import store_use
 from stepwell.store.registry import open_store

@@ -12,7 +12,7 @@ import torch
 
 from engine.small import greedy, prompt, run, small, tokens_of
 from stepwell.engine import Ask, Engine, Limits, Sampling
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
 from waiting import run_to_the_end
 
 pytest.importorskip("transformers")

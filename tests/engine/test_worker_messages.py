@@ -14,8 +14,8 @@ from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.ops.editing import Edit
 from stepwell.engine.passes.batch import RequestRows
-from stepwell.engine.request import Sampling, TokenLogprob
-from stepwell.engine.sampling import Choosing, Chosen
+from stepwell.engine.requests.request import Sampling, TokenLogprob
+from stepwell.engine.sampling.choices import Choosing, Chosen
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen, pack_plan, read_chosen, read_kernels, read_plan
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker, PassReader
 from stepwell.jobs.channel import Message, packed, unpacked

@@ -18,7 +18,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.inherited_block import InheritedBlock
 from stepwell.engine import Ask, Engine, Finish, Sampling
 from stepwell.engine.engine import UPKEEP_S
-from stepwell.engine.runner import PassesLost, PassFailed
+from stepwell.engine.running.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import COPY
 from stepwell.engine.workers.rank_workers import RankWorkers, _merged
 from stepwell.engine.workers.ranked_runner import RankedRunner
@@ -323,7 +323,7 @@ def test_an_engine_that_cannot_be_finished_leaves_no_process_behind(root: Path, 
         made.append(self)
 
     monkeypatch.setattr(RankWorkers, "start", keep)
-    monkeypatch.setattr("stepwell.engine.build_ranked.longest_request", lambda *args, **more: 1 // 0)
+    monkeypatch.setattr("stepwell.engine.building.build_ranked.longest_request", lambda *args, **more: 1 // 0)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ZeroDivisionError):
         open_engine("llama", root, 2, store="memory:")

@@ -11,7 +11,7 @@ from engine.families import checkpoint, four_checkpoint, wide_checkpoint
 from engine.ranked import write_checkpoint
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.engine import Answer, Engine, EngineConfig, Limits
-from stepwell.engine.build import open_and_build
+from stepwell.engine.building.build import open_and_build
 from stepwell.engine.workers.worker_setup import WorkerLimits
 
 WIDE, FOUR = "wide-", "four-"  # before a family: with heads as wide as kernels of libraries want them; for four ranks

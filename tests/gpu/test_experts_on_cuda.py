@@ -37,7 +37,7 @@ SILU = gated(silu)
 
 @pytest.fixture
 def grouped() -> Any:
-    from stepwell.engine.ops.triton_experts import run_experts_grouped
+    from stepwell.engine.ops.on_triton.experts import run_experts_grouped
 
     return run_experts_grouped
 
@@ -111,7 +111,7 @@ def test_matrices_of_real_models(grouped: Any, name: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 40, 2000])
 def test_both_products_are_near_the_reference(grouped: Any, monkeypatch: Any, tokens: int, rows: int) -> None:
     """Whichever of them so many rows would get. Half of the experts have none."""
-    from stepwell.engine.ops import triton_experts
+    from stepwell.engine.ops.on_triton import experts as triton_experts
 
     monkeypatch.setattr(triton_experts, "MANY_ROWS", rows)
     weights = on_cuda(some_weights(16, 256, 192, biases=True), torch.bfloat16)

@@ -15,7 +15,7 @@ from engine.paged import Scene, Shape, far_apart  # noqa: E402
 from gpu.test_latent_on_cuda import LATENT_ROWS, SCALE, in_eight_bits, library, picks, scene_of  # noqa: E402, F401
 from gpu.test_sparse_on_cuda import check, right_rows, whole  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.engine.ops import triton_pointwise as fast  # noqa: E402
+from stepwell.engine.ops.on_triton import pointwise as fast  # noqa: E402
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows  # noqa: E402
 from stepwell.sparse import triton_fetch, triton_read, triton_resolve  # noqa: E402
 from unit.sparse.far import PAGES, WHICH, spread  # noqa: E402
@@ -31,7 +31,7 @@ pytestmark = [
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 70, 5)])
 def test_keys_and_values(lengths: tuple[int, ...]) -> None:
     pytest.importorskip("flashinfer")
-    from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
+    from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
 
     shape = Shape(heads=8, kv_heads=2, width=128, page=16, contexts=(300, 40, 7), lengths=lengths)
     scene = Scene(shape, 3, dtype=torch.bfloat16, device="cuda")
@@ -56,7 +56,7 @@ def test_keys_and_values_are_written() -> None:
 @pytest.mark.parametrize("kind", ["plain", "eight bits"])
 @pytest.mark.parametrize("picked", [False, True], ids=["all", "picked"])
 def test_latents(kind: str, picked: bool, library) -> None:  # noqa: F811
-    from stepwell.engine.ops import flashinfer_latent
+    from stepwell.engine.ops.on_flashinfer import latent as flashinfer_latent
 
     scene = scene_of(5, heads=64, contexts=[600, 200, 90], lengths=[1, 1, 30], page=16)
     rows = in_eight_bits(scene.rows, LATENT_ROWS) if kind == "eight bits" else scene.rows

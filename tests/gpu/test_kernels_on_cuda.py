@@ -11,10 +11,10 @@ torch = pytest.importorskip("torch")
 
 from engine.paged import Scene, Shape, random_shape  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.engine.graphs import FixedPaging  # noqa: E402
 from stepwell.engine.ops.attention import attend  # noqa: E402
 from stepwell.engine.ops.kernels import choose_kernels  # noqa: E402
 from stepwell.engine.passes.rows import PLAIN, Rows  # noqa: E402
+from stepwell.engine.running.graphs import FixedPaging  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 TOLERANCE = 0.02  # bf16 has 8 bits; values are near 1
@@ -23,7 +23,7 @@ TOLERANCE = 0.02  # bf16 has 8 bits; values are near 1
 @pytest.fixture(scope="module")
 def flashinfer():
     pytest.importorskip("flashinfer")
-    from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
+    from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
 
     return FlashInferAttention(torch.device("cuda"))
 

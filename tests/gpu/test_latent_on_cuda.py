@@ -18,7 +18,6 @@ from engine.kernels.test_triton_shared import Compressed, kept_as  # noqa: E402
 from engine.paged import Scene, Shape  # noqa: E402
 from engine.side_by_side import Held, Memory, draw  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.engine.graphs import FixedPaging, Graphs  # noqa: E402
 from stepwell.engine.loading.weights import HeldTensors  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
 from stepwell.engine.models.registry import build_model  # noqa: E402
@@ -27,6 +26,7 @@ from stepwell.engine.ops.attention import attend_latent  # noqa: E402
 from stepwell.engine.ops.compression import attend_shared  # noqa: E402
 from stepwell.engine.ops.selection import Picked, Selection, attend_selected  # noqa: E402
 from stepwell.engine.passes.rows import PLAIN, Powers, RowFormat, Rows, Tiled  # noqa: E402
+from stepwell.engine.running.graphs import FixedPaging, Graphs  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 TOLERANCE = 0.03  # bf16 has 8 bits; values are near 1
@@ -37,7 +37,7 @@ SCALE = 0.04
 @pytest.fixture(scope="module")
 def library():
     pytest.importorskip("flashinfer")
-    from stepwell.engine.ops.flashinfer_latent import FlashInferLatent
+    from stepwell.engine.ops.on_flashinfer.latent import FlashInferLatent
 
     return FlashInferLatent(torch.device("cuda"))
 
@@ -88,7 +88,7 @@ def test_latents_in_pages(seed: int, heads: int, library) -> None:
 @pytest.mark.parametrize("kind", ["out of reach", "eight bits"])
 @pytest.mark.parametrize("seed", range(4))
 def test_latents_that_are_copied_first(seed: int, kind: str, library, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stepwell.engine.ops import flashinfer_latent
+    from stepwell.engine.ops.on_flashinfer import latent as flashinfer_latent
 
     monkeypatch.setattr(flashinfer_latent, "REACH", 1)
     scene = scene_of(seed, heads=64)
@@ -159,12 +159,12 @@ def test_a_recorded_step_follows_its_requests(how: str, library) -> None:
 
 @pytest.mark.parametrize("by", ["torch", "flashinfer"])
 def test_the_best_are_the_earliest_of_equal_ones_on_a_gpu(by: str) -> None:
-    from stepwell.engine.ops import triton_selection as fast
+    from stepwell.engine.ops.on_triton import selection as fast
 
     top_k = fast.highest
     if by == "flashinfer":
         pytest.importorskip("flashinfer")
-        from stepwell.engine.ops.flashinfer_latent import highest as top_k
+        from stepwell.engine.ops.on_flashinfer.latent import highest as top_k
     for length, count, levels in ((3000, 2048, 3), (70_000, 2048, 50), (5000, 512, 1), (40_000, 2048, 10**9)):
         score_XT = (torch.randn(37, length, device="cuda") * 100).clamp(max=levels).round()
         score_XT[::3, length // 2 :] = -torch.inf
@@ -173,7 +173,7 @@ def test_the_best_are_the_earliest_of_equal_ones_on_a_gpu(by: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "eight bits"])
 def test_index_scores_in_sixteen_bits(kind: str) -> None:
-    from stepwell.engine.ops import triton_selection as fast
+    from stepwell.engine.ops.on_triton import selection as fast
 
     scene = Scene(
         Shape(kv_heads=1, width=64, page=64, contexts=(900, 5000, 60), lengths=(1, 1, 700)), dtype=torch.bfloat16, device="cuda"
@@ -198,8 +198,8 @@ def test_index_scores_in_sixteen_bits(kind: str) -> None:
 @pytest.mark.parametrize("heads", [64, 128])
 def test_windows_and_entries_in_sixteen_bits(heads: int, kept: RowFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.kernels import test_triton_shared as wide
-    from stepwell.engine.ops.triton_selection import TritonSelect
-    from stepwell.engine.ops.triton_shared import TritonShared
+    from stepwell.engine.ops.on_triton.selection import TritonSelect
+    from stepwell.engine.ops.on_triton.shared import TritonShared
 
     monkeypatch.setattr(wide, "WIDTH", 512)
     shape = Shape(kv_heads=1, width=256, page=64, window=128, contexts=(200, 3, 0, 310), lengths=(1, 1, 40, 33))

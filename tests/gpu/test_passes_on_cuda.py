@@ -17,7 +17,7 @@ from engine.small import greedy, prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import Recorded, distance, same_bits, script  # noqa: E402
 from stepwell.engine import Engine  # noqa: E402
-from stepwell.engine.request import Chunk  # noqa: E402
+from stepwell.engine.requests.request import Chunk  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 FAMILIES = ["llama", "mistral", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v4"]

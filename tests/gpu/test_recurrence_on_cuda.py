@@ -21,13 +21,13 @@ from engine.families import checkpoint  # noqa: E402
 from engine.points import LAYER, Scene, Shape, random_shape  # noqa: E402
 from engine.side_by_side import PAGE, logits_on_cuda  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.engine.graphs import Graphs, Still  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
 from stepwell.engine.models.registry import build_model  # noqa: E402
 from stepwell.engine.ops import recurrent  # noqa: E402
 from stepwell.engine.ops.kernels import Kernels, choose_kernels  # noqa: E402
 from stepwell.engine.ops.recurrent import Points  # noqa: E402
 from stepwell.engine.ops.recurrent_tokens import Tokens  # noqa: E402
+from stepwell.engine.running.graphs import Graphs, Still  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

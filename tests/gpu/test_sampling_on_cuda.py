@@ -16,8 +16,8 @@ from engine.small import prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine import Ask, Sampling  # noqa: E402
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick, pick  # noqa: E402
-from stepwell.engine.request import Chunk  # noqa: E402
-from stepwell.engine.sampling import number_for  # noqa: E402
+from stepwell.engine.requests.request import Chunk  # noqa: E402
+from stepwell.engine.sampling.choices import number_for  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,7 @@ def choose(request: pytest.FixtureRequest) -> Pick:
     if request.param == "torch":
         return pick
     pytest.importorskip("triton")
-    from stepwell.engine.ops import triton_drawing
+    from stepwell.engine.ops.on_triton import drawing as triton_drawing
 
     return triton_drawing.pick
 
@@ -77,7 +77,7 @@ def test_a_row_draws_the_same_in_every_batch_and_what_the_cpu_draws(vocab: int, 
 def test_kernels_draw_what_plain_torch_draws(vocab: int, spread: float) -> None:
     """Flat rows have long lists; rows of bf16 many ties; one is all ties, one has tokens that are far from all others."""
     pytest.importorskip("triton")
-    from stepwell.engine.ops import triton_drawing
+    from stepwell.engine.ops.on_triton import drawing as triton_drawing
 
     random, logits_BV = Random(vocab), torch.randn(64, vocab, device="cuda") * spread
     logits_BV[::3], logits_BV[1], logits_BV[2, : vocab // 2] = logits_BV[::3].bfloat16().float(), 0.5, -1e4 * spread

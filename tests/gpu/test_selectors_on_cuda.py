@@ -21,7 +21,6 @@ from engine.side_by_side import Held, Memory, draw  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import Recorded, distance, same_bits, script, store_at  # noqa: E402
 from parity.test_exact_resumption import WAIT  # noqa: E402
-from stepwell.engine.graphs import FixedPaging, Graphs  # noqa: E402
 from stepwell.engine.loading.weights import HeldTensors  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
 from stepwell.engine.models.registry import build_model  # noqa: E402
@@ -30,6 +29,7 @@ from stepwell.engine.ops import selection  # noqa: E402
 from stepwell.engine.ops.picked import attend_picked  # noqa: E402
 from stepwell.engine.ops.selection import Picked  # noqa: E402
 from stepwell.engine.passes.rows import PLAIN, Rows  # noqa: E402
+from stepwell.engine.running.graphs import FixedPaging, Graphs  # noqa: E402
 from stepwell.sparse.clusterkv import ClusterKV  # noqa: E402
 from stepwell.sparse.quest import Quest  # noqa: E402
 
@@ -42,8 +42,8 @@ BUDGET = 160
 @pytest.fixture(scope="module")
 def library():
     pytest.importorskip("flashinfer")
-    from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
-    from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
+    from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
+    from stepwell.engine.ops.on_flashinfer.picked import FlashInferPicked
 
     return FlashInferPicked(FlashInferAttention(torch.device("cuda")))
 
@@ -124,12 +124,12 @@ def test_a_recorded_step_follows_its_requests(library) -> None:
 
 @pytest.mark.parametrize("by", ["torch", "flashinfer"])
 def test_the_best_with_tokens_that_are_always_picked(by: str) -> None:
-    from stepwell.engine.ops import triton_selection as fast
+    from stepwell.engine.ops.on_triton import selection as fast
 
     top_k = fast.highest
     if by == "flashinfer":
         pytest.importorskip("flashinfer")
-        from stepwell.engine.ops.flashinfer_latent import highest as top_k
+        from stepwell.engine.ops.on_flashinfer.latent import highest as top_k
     for length, count in ((3008, 2048), (70_000, 2048), (5008, 512), (40_000, 1023)):
         score_XT = torch.randn(37, length // 16, device="cuda").repeat_interleave(16, dim=1)[:, :length]
         score_XT[:, :16] = torch.inf

@@ -16,10 +16,10 @@ from engine.side_by_side import PAGE, logits_on_cuda  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import Recorded, distance, same_bits, script, store_at  # noqa: E402
 from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
-from stepwell.engine.graphs import Graphs  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
 from stepwell.engine.models.registry import build_model  # noqa: E402
 from stepwell.engine.ops.kernels import Report  # noqa: E402
+from stepwell.engine.running.graphs import Graphs  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,7 +14,7 @@ from engine.families import checkpoint
 from stepwell.cache.build import CacheTuning
 from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
 from stepwell.policy.placement import PlacementRules
 from waiting import empty_device, run_to_the_end, settle
 

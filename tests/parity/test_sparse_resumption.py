@@ -17,7 +17,7 @@ from parity.recorded import PAGE, Played, Recorded, distance, script, store_at
 from parity.test_exact_resumption import WAIT, check_same, replay
 from stepwell.base.errors import ConfigError
 from stepwell.engine import EngineConfig, Limits, build_engine
-from stepwell.engine.settings import check_settings
+from stepwell.engine.building.settings import check_settings
 
 pytest.importorskip("transformers")
 

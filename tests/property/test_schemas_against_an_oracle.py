@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-from stepwell.engine.schemas import followable
+from stepwell.engine.requests.schemas import followable
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 2, 1.5, "a", "b", [], {}, {"k": 1}, {"k": "a"}, {"k": True}, {"m": 1}, {"k": 1, "m": "a"},

@@ -12,13 +12,13 @@ import openai
 import torch
 
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.engine.build import build_engine
+from stepwell.engine.building.build import build_engine
+from stepwell.engine.building.settings import EngineConfig
 from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.engine.settings import EngineConfig
 from stepwell.server.access.principals import Principals, Secrets, Tenant
 from stepwell.server.running import ModelServer, address_of, bind
 from waiting import PATIENCE_S, wait_until

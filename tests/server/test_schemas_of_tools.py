@@ -60,7 +60,7 @@ def test_formats_that_are_annotations_and_branches_that_are_apart_are_followed(c
 def test_what_cannot_be_kept_is_refused_by_name_unless_it_was_not_promised(
     client: openai.OpenAI, caplog: pytest.LogCaptureFixture, keyword: str
 ) -> None:
-    caplog.set_level(logging.INFO, logger="stepwell.engine.guided")
+    caplog.set_level(logging.INFO, logger="stepwell.engine.requests.guided")
     schema = {"type": "object", "properties": {"a": {**NOT_KEPT[keyword], "enum": [7]}}, "required": ["a"]} | {
         "additionalProperties": False
     }
@@ -70,7 +70,7 @@ def test_what_cannot_be_kept_is_refused_by_name_unless_it_was_not_promised(
         assert caught.value.code == "invalid_grammar"
     for asked in (as_format(schema), as_format(schema, strict=False)):
         assert json.loads(ask(client, **asked).choices[0].message.content) == {"a": 7}, "all the rest is kept"
-    (told,) = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.guided"]
+    (told,) = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.requests.guided"]
     assert "follow a schema in part" in told and f'"{keyword}"' in told, "once for each schema"
 
 

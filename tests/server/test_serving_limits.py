@@ -10,9 +10,9 @@ import pytest
 
 from server.serving import NAME, Held, Running, running, tiny_checkpoint
 from stepwell.base.errors import ConfigError
-from stepwell.engine.build import build_engine
+from stepwell.engine.building.build import build_engine
+from stepwell.engine.building.settings import EngineConfig
 from stepwell.engine.loading.chat import ChatTemplate
-from stepwell.engine.settings import EngineConfig
 from waiting import PATIENCE_S
 
 SHORT_S = 0.3

@@ -15,7 +15,7 @@ from server.serving import ADMIN, NAME, WAIT, Running, running
 from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Ask
+from stepwell.engine.requests.request import Ask
 from stepwell.server.access.principals import Principal, Tenant
 from stepwell.store.log.store import LogStore
 from waiting import PATIENCE_S, wait_until

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from server.test_chat_prompts import served
-from stepwell.engine.guided import Guide, Thoughts
-from stepwell.engine.request import Ask, Delta, Finish, Sampling
+from stepwell.engine.requests.guided import Guide, Thoughts
+from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.chat_form import ChatForm, chat_form
 

@@ -19,8 +19,8 @@ from stepwell.policy.write_choice import AUTO
 from stepwell.store.key_file import read_store_key
 
 if TYPE_CHECKING:
-    from stepwell.engine.scheduler import Limits
-    from stepwell.engine.settings import EngineConfig
+    from stepwell.engine.building.settings import EngineConfig
+    from stepwell.engine.scheduling.scheduler import Limits
     from stepwell.server.access.principals import Principals
 
 
@@ -119,7 +119,7 @@ def _configure_cache(parser: ArgumentParser) -> None:
 
 
 def read(args: Namespace, environment: Mapping[str, str], principals: Principals | None = None) -> EngineConfig:
-    from stepwell.engine.settings import EngineConfig
+    from stepwell.engine.building.settings import EngineConfig
 
     options = store_options(args, environment)
     if principals is not None and args.store is not None:
@@ -158,7 +158,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
 
 def _limits(args: Namespace) -> Limits | None:
     """What was asked for, and otherwise what suits the device."""
-    from stepwell.engine.settings import EngineConfig, limits_for
+    from stepwell.engine.building.settings import EngineConfig, limits_for
 
     asked = {"max_running": args.max_running, "chunk_tokens": args.chunk_tokens}
     given = {name: value for name, value in asked.items() if value is not None}

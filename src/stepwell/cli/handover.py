@@ -13,8 +13,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.policy.write_choice import AUTO
 
 if TYPE_CHECKING:
+    from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.settings import EngineConfig
     from stepwell.server.ahead import Ahead
     from stepwell.server.handover import Offers, Peers
     from stepwell.store.peer.lane import SharedHost

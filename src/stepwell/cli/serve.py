@@ -93,7 +93,7 @@ def run(args: Namespace) -> int:
 def _serve(args: Namespace) -> int:
     have_few_heaps()
     try:
-        from stepwell.engine.build import open_and_build
+        from stepwell.engine.building.build import open_and_build
         from stepwell.engine.ops.guarded import by_library
         from stepwell.server.access.principals import Principals
         from stepwell.server.running import ModelServer, address_of, bind

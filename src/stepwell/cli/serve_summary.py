@@ -10,11 +10,11 @@ from stepwell.base.units import format_bytes
 
 if TYPE_CHECKING:
     from stepwell.base.spec import ModelSpec
+    from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.footprint import Footprint
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.passes.spilling import SpillReport
-    from stepwell.engine.settings import EngineConfig
+    from stepwell.engine.scheduling.footprint import Footprint
     from stepwell.server.access.principals import Secrets
     from stepwell.server.access.tenants import TenantsFile
 
@@ -54,7 +54,7 @@ def sparse(picks: Sparse, rows: SpillReport | None) -> str:
 
 def narrow(measured: Footprint, spec: ModelSpec) -> str:
     """What checkpoints in eight bits take, and what they cost."""
-    from stepwell.engine.footprint import footprint_of
+    from stepwell.engine.scheduling.footprint import footprint_of
 
     assert spec.narrow is not None, f"checkpoints of {spec.name!r} are exact"
     cached = footprint_of(spec).checkpoint_bytes

@@ -1,10 +1,10 @@
 """A small serving engine over the cache: continuous batching, exact resumption, compact hybrid models. Needs torch."""
 
-from stepwell.engine.build import build_engine, load_engine
+from stepwell.engine.building.build import build_engine, load_engine
+from stepwell.engine.building.settings import EngineConfig
 from stepwell.engine.engine import Answer, Engine
-from stepwell.engine.request import Ask, Delta, Finish, Sampling, Usage
-from stepwell.engine.scheduler import Limits
-from stepwell.engine.settings import EngineConfig
+from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, Usage
+from stepwell.engine.scheduling.scheduler import Limits
 
 __all__ = [
     "Answer",

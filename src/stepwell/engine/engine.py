@@ -20,17 +20,17 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
-from stepwell.engine.answering import Answering
-from stepwell.engine.footprint import Footprint
-from stepwell.engine.guided import Guides
-from stepwell.engine.intake import Intake
 from stepwell.engine.passes.spilling import SpillReport
-from stepwell.engine.passing import Passing
-from stepwell.engine.request import Ask, Delta, Finish, Sampling, TokenLogprob, Usage
-from stepwell.engine.runner import RANK_LOST, Passes, PassesLost, RanksReport
-from stepwell.engine.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
-from stepwell.engine.speculation import Speculation
-from stepwell.engine.text import Text
+from stepwell.engine.requests.guided import Guides
+from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, TokenLogprob, Usage
+from stepwell.engine.requests.text import Text
+from stepwell.engine.running.runner import RANK_LOST, Passes, PassesLost, RanksReport
+from stepwell.engine.running.speculation import Speculation
+from stepwell.engine.scheduling.answering import Answering
+from stepwell.engine.scheduling.footprint import Footprint
+from stepwell.engine.scheduling.intake import Intake
+from stepwell.engine.scheduling.passing import Passing
+from stepwell.engine.scheduling.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.trouble import TroubleLog
 from stepwell.store.api import Store
 
@@ -54,7 +54,7 @@ class Answer:
 
 
 class Engine:
-    """Made by `stepwell.engine.load_engine`, and by what else is in `build.py`."""
+    """Made by `stepwell.engine.load_engine`, and by what else is in `building/build.py`."""
 
     def __init__(
         self,

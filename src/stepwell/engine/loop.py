@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Ask, Delta, Finish
+from stepwell.engine.requests.request import Ask, Delta, Finish
 
 log = logging.getLogger(__name__)
 

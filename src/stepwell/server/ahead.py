@@ -29,7 +29,7 @@ from stepwell.base.errors import BadTokens, StoreError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.request import Ask
+from stepwell.engine.requests.request import Ask
 from stepwell.server.api.bodies import Body, TokenIds, whole
 from stepwell.server.api.requests import read_body
 from stepwell.server.errors import ApiError

@@ -32,7 +32,7 @@ from stepwell.base.meters import Clock, SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.request import Ask
+from stepwell.engine.requests.request import Ask
 from stepwell.server.errors import AUTHENTICATION, ApiError
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import SharedHost, Shown, Wire

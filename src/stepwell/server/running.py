@@ -25,7 +25,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.request import Delta
+from stepwell.engine.requests.request import Delta
 from stepwell.server.access.door import Door
 from stepwell.server.access.principals import Principals, Tenant
 from stepwell.server.ahead import Ahead

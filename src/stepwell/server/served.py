@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 from stepwell.base.errors import BadTokens
 from stepwell.base.meters import Clock
 from stepwell.engine.engine import Engine
-from stepwell.engine.guided import Guides
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.text import Text
+from stepwell.engine.requests.guided import Guides
+from stepwell.engine.requests.text import Text
 from stepwell.server.access.principals import Principals
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers

@@ -14,15 +14,16 @@ import pytest
 import torch
 
 from engine.paged import Scene, Shape
-from stepwell.engine.graphs import FixedPaging
 from stepwell.engine.ops.attention import attend_latent
 from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.selection import Picked, Selection, attend_selected
 from stepwell.engine.passes.rows import PLAIN, Rows, Tiled
+from stepwell.engine.running.graphs import FixedPaging
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import flashinfer_latent, latent_plans
-from stepwell.engine.ops.flashinfer_latent import FlashInferLatent
+from stepwell.engine.ops.on_flashinfer import latent as flashinfer_latent
+from stepwell.engine.ops.on_flashinfer import latent_plans
+from stepwell.engine.ops.on_flashinfer.latent import FlashInferLatent
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.05

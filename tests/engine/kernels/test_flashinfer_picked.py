@@ -16,17 +16,17 @@ import torch
 
 from engine.kernels.test_triton_rows import scattered
 from engine.paged import Scene, Shape
-from stepwell.engine.graphs import FixedPaging
 from stepwell.engine.ops.guarded import Guarded, NoKernel, Report
 from stepwell.engine.ops.picked import attend_picked
 from stepwell.engine.ops.selection import Picked, Selection
 from stepwell.engine.passes.paging import Singles
 from stepwell.engine.passes.rows import Rows
+from stepwell.engine.running.graphs import FixedPaging
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import flashinfer_attention
-from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
-from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
+from stepwell.engine.ops.on_flashinfer import attention as flashinfer_attention
+from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
+from stepwell.engine.ops.on_flashinfer.picked import FlashInferPicked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE, WIDTH, TOLERANCE = 0.2, 64, 0.06  # plain torch rounds scores to bf16 where there is a cap

@@ -14,9 +14,9 @@ from stepwell.engine.ops.kernels import Kernels
 
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
-from stepwell.engine.ops.triton_rows import write_rows
-from stepwell.engine.ops.triton_selection import TritonSelect
-from stepwell.engine.ops.triton_shared import TritonShared
+from stepwell.engine.ops.on_triton.rows import write_rows
+from stepwell.engine.ops.on_triton.selection import TritonSelect
+from stepwell.engine.ops.on_triton.shared import TritonShared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FAST = Kernels(attend_shared=TritonShared(TritonSelect()), select=TritonSelect(), write_rows=write_rows)

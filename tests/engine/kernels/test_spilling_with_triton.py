@@ -13,10 +13,11 @@ from parity.recorded import PAGE, Played, Recorded
 from parity.spilling import press, prompts, recorded, report, short, spilled
 from parity.test_spilled_rows import check_same
 from stepwell.base.ids import Kind
-from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build, build_engine
+from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine.building import build
 from stepwell.engine.models import registry
 from stepwell.engine.ops.kernels import Kernels
-from stepwell.engine.ops.triton_rows import write_rows
+from stepwell.engine.ops.on_triton.rows import write_rows
 from stepwell.sparse.triton_fetch import fetch
 from stepwell.sparse.triton_read import read
 from stepwell.sparse.triton_resolve import resolve

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from stepwell.engine.ops.drawing import UNSOUND, Draw, pick
-from stepwell.engine.sampling import number_for
+from stepwell.engine.sampling.choices import number_for
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import triton_drawing as fast
+from stepwell.engine.ops.on_triton import drawing as fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLAIN = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.5)

@@ -14,7 +14,7 @@ from stepwell.engine.ops.guarded import NoKernel
 from stepwell.engine.ops.pointwise import HeadNorms
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import triton_pointwise as fast
+from stepwell.engine.ops.on_triton import pointwise as fast
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}

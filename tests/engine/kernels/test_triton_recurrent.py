@@ -12,10 +12,12 @@ from engine.points import LAYER, Scene, Shape, random_shape
 from stepwell.engine.ops import recurrent
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import triton_convolution, triton_recurrent, triton_ssd
-from stepwell.engine.ops.fla_recurrent import unit
 from stepwell.engine.ops.guarded import NoKernel
-from stepwell.engine.ops.triton_recurrent import Recurrence
+from stepwell.engine.ops.on_triton import convolution as triton_convolution
+from stepwell.engine.ops.on_triton import recurrent as triton_recurrent
+from stepwell.engine.ops.on_triton import ssd as triton_ssd
+from stepwell.engine.ops.on_triton.fla_recurrent import unit
+from stepwell.engine.ops.on_triton.recurrent import Recurrence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

@@ -14,10 +14,10 @@ from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Plan
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import triton_gather
 from stepwell.engine.ops.guarded import NoKernel
-from stepwell.engine.ops.triton_gather import gather_rows
-from stepwell.engine.ops.triton_rows import views_of, write_rows
+from stepwell.engine.ops.on_triton import gather as triton_gather
+from stepwell.engine.ops.on_triton.gather import gather_rows
+from stepwell.engine.ops.on_triton.rows import views_of, write_rows
 from unit.sparse.far import PAGES, WHICH, spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from engine.paged import Scene, Shape
-from stepwell.engine.graphs import FixedPaging
 from stepwell.engine.ops import selection
 from stepwell.engine.ops.selection import Selection, select
 from stepwell.engine.passes.paging import Singles
 from stepwell.engine.passes.rows import Rows, Tiled
+from stepwell.engine.running.graphs import FixedPaging
 
 pytest.importorskip("triton")
-from stepwell.engine.ops import triton_selection as fast
-from stepwell.engine.ops.triton_selection import TritonSelect
+from stepwell.engine.ops.on_triton import selection as fast
+from stepwell.engine.ops.on_triton.selection import TritonSelect
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

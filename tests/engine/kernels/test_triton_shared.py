@@ -14,8 +14,8 @@ from stepwell.engine.passes.groups import Seen
 from stepwell.engine.passes.rows import PLAIN, Powers, RowFormat, Rows, Tiled
 
 pytest.importorskip("triton")
-from stepwell.engine.ops.triton_selection import TritonSelect
-from stepwell.engine.ops.triton_shared import TritonShared
+from stepwell.engine.ops.on_triton.selection import TritonSelect
+from stepwell.engine.ops.on_triton.shared import TritonShared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WIDTH, RATIO, ENTRY_ROWS, INDEX = 24, 4, 3, 16

@@ -150,7 +150,7 @@ def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytes
 
 
 def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "stepwell.engine.gpus", None)
+    monkeypatch.setitem(sys.modules, "stepwell.engine.building.gpus", None)
     (found,) = libraries.gpu()
     assert found.health is Health.BROKEN and found.change == "pip install 'stepwell[serve]'"
 

@@ -250,7 +250,7 @@ def test_mistakes_that_need_no_weights_are_found_before_any_are_read(
     argv: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("uvicorn")
-    for module in ("stepwell.engine.build", "stepwell.engine.loading.checkpoint"):
+    for module in ("stepwell.engine.building.build", "stepwell.engine.loading.checkpoint"):
         monkeypatch.setattr(f"{module}.open_checkpoint", lambda *args, **more: pytest.fail("the model was opened"))
     small = [] if any(each in argv for each in ("--host-memory", "--device", "--device-memory", "--page-tokens")) else SMALL
     with closing(open_store(f"log:{tmp_path}/taken", options={"budget": "64MiB", "segment": "1MiB"})):
@@ -262,7 +262,7 @@ def test_mistakes_that_need_no_weights_are_found_before_any_are_read(
 
 def test_the_start_says_what_smaller_checkpoints_cost() -> None:
     pytest.importorskip("torch")
-    from stepwell.engine.footprint import footprint_of
+    from stepwell.engine.scheduling.footprint import footprint_of
 
     exact = load_spec("qwen3-next-80b")
     said = narrow(footprint_of(exact), exact.with_checkpoint_dtype("int8"))

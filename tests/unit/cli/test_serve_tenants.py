@@ -41,7 +41,8 @@ def tenants(tmp_path: Path) -> Path:
 def test_mistakes_are_found_before_weights_are_read(
     argv: tuple[str, ...], message: str, tenants: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("stepwell.engine.build.open_checkpoint", lambda *args, **more: pytest.fail("the model was opened"))
+    opened = "stepwell.engine.building.build.open_checkpoint"
+    monkeypatch.setattr(opened, lambda *args, **more: pytest.fail("the model was opened"))
     given = [each.replace("FILE", str(tenants)) for each in argv]
     assert main(["serve", "--model", "random-hybrid", "--port", "0", *SMALL, *given]) == 2
     said = capsys.readouterr().err

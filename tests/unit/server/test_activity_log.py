@@ -15,7 +15,7 @@ import torch
 from stepwell.base.meters import ManualClock
 from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.engine.request import Delta, Finish, Usage
+from stepwell.engine.requests.request import Delta, Finish, Usage
 from stepwell.server.monitoring.activity_log import EVERY_S, ThroughputLog
 from stepwell.tiers.lease import Sources
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from stepwell import Tier
 from stepwell.base.meters import ManualClock
-from stepwell.engine.request import Delta, Finish, Usage
+from stepwell.engine.requests.request import Delta, Finish, Usage
 from stepwell.server.monitoring.history import EVERY_S, KEPT, History
 from stepwell.tiers.lease import Sources
 

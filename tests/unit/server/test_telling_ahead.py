@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from stepwell.engine.request import Ask
+from stepwell.engine.requests.request import Ask
 from stepwell.server import ahead
 from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, Ahead
 

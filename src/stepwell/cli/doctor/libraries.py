@@ -41,7 +41,7 @@ def gpu(root: Path = Path("/")) -> Iterator[Finding]:
     """A driver that torch cannot use is broken; no driver at all is a machine without a GPU."""
     has_driver = any((root / file).exists() for file in _GPU_FILES)
     try:
-        from stepwell.engine.gpus import gpus
+        from stepwell.engine.building.gpus import gpus
     except (ImportError, OSError) as error:  # a package is missing, or a library that one is linked with
         yield broken("CUDA", f"torch cannot be asked: {error}", "pip install 'stepwell[serve]'")
         return

@@ -17,7 +17,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import RequestRows
-from stepwell.engine.request import Chunk, Request
+from stepwell.engine.requests.request import Chunk, Request
 from stepwell.tiers.lease import Lease
 
 DRAFT = "draft"  # the state whose rows say whether a token was drafted

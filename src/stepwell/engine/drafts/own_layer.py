@@ -25,7 +25,7 @@ from stepwell.engine.models.mtp import MtpLayer, load_mtp
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
 from stepwell.tiers.lease import Lease
 
 MTP = "mtp"  # in place of a checkpoint's name

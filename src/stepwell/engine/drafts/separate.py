@@ -18,7 +18,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import Batch, RequestRows
 from stepwell.engine.passes.pages import DevicePages
-from stepwell.engine.request import Chunk
+from stepwell.engine.requests.request import Chunk
 
 
 def load_separate(draft: Decoder, target: Decoder, identity: str) -> LoadedDraft:

@@ -5,7 +5,7 @@
 Takes packed tokens `[N, C]` and returns the same shape and type, whatever requests they belong to: they are sorted by expert,
 and each expert runs once over its own. A token's K results are added in the order of its choices, so that the order depends
 neither on its neighbours nor on chance. Never chooses experts: that is a family's route. Waits for the device, so that it cannot
-be recorded in a CUDA graph; `triton_experts.py` can.
+be recorded in a CUDA graph; `on_triton/experts.py` can.
 
 Axes: N tokens, C channels, E experts, K experts a token, I inner channels, X = N * K visits sorted by expert.
 """

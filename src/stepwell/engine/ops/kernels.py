@@ -171,15 +171,15 @@ def _has_flashinfer() -> bool:
 
 
 def _triton(report: Report) -> dict[str, Any]:
-    from stepwell.engine.ops import triton_pointwise as fast
-    from stepwell.engine.ops.triton_drawing import pick as fast_pick
-    from stepwell.engine.ops.triton_experts import run_experts_grouped
-    from stepwell.engine.ops.triton_from_host import TritonFromHost
-    from stepwell.engine.ops.triton_rows import write_rows
-    from stepwell.engine.ops.triton_selection import TritonSelect
-    from stepwell.engine.ops.triton_selection import best as fast_best
-    from stepwell.engine.ops.triton_shared import TritonShared
-    from stepwell.engine.ops.triton_to_host import TritonToHost
+    from stepwell.engine.ops.on_triton import pointwise as fast
+    from stepwell.engine.ops.on_triton.drawing import pick as fast_pick
+    from stepwell.engine.ops.on_triton.experts import run_experts_grouped
+    from stepwell.engine.ops.on_triton.from_host import TritonFromHost
+    from stepwell.engine.ops.on_triton.rows import write_rows
+    from stepwell.engine.ops.on_triton.selection import TritonSelect
+    from stepwell.engine.ops.on_triton.selection import best as fast_best
+    from stepwell.engine.ops.on_triton.shared import TritonShared
+    from stepwell.engine.ops.on_triton.to_host import TritonToHost
     from stepwell.sparse.triton_fetch import fetch as fast_fetch
     from stepwell.sparse.triton_read import read as fast_read
     from stepwell.sparse.triton_resolve import resolve as fast_resolve
@@ -207,14 +207,14 @@ def _triton(report: Report) -> dict[str, Any]:
 
 def _recurrence(report: Report) -> dict[str, Any]:
     """Runs of delta nets have a line of their own in the report: without flash-linear-attention they run in plain torch."""
-    from stepwell.engine.ops import triton_recurrent as fast
-    from stepwell.engine.ops.triton_convolution import convolve
-    from stepwell.engine.ops.triton_ssd import recur_runs as ssd_runs
+    from stepwell.engine.ops.on_triton import recurrent as fast
+    from stepwell.engine.ops.on_triton.convolution import convolve
+    from stepwell.engine.ops.on_triton.ssd import recur_runs as ssd_runs
 
     report.chosen["recurrence"] = "triton"
     delta_runs: Callable[..., Any] = recurrent.recur_runs
     if find_spec("fla") is not None:
-        from stepwell.engine.ops.fla_recurrent import recur_runs as fla_runs
+        from stepwell.engine.ops.on_triton.fla_recurrent import recur_runs as fla_runs
 
         report.chosen["delta runs"] = "fla"
         delta_runs = Guarded("delta runs", fla_runs, recurrent.recur_runs, report)
@@ -226,14 +226,14 @@ def _recurrence(report: Report) -> dict[str, Any]:
 
 
 def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
-    from stepwell.engine.ops.flashinfer_attention import FlashInferAttention
+    from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
     attention = FlashInferAttention(device)
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made
-    from stepwell.engine.ops.flashinfer_picked import FlashInferPicked
+    from stepwell.engine.ops.on_flashinfer.picked import FlashInferPicked
 
     made["attend_picked"] = Guarded("picked rows", FlashInferPicked(attention), attend_picked, report)
     return made | _flashinfer_latent(report, device)
@@ -241,10 +241,10 @@ def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
 
 def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     """Over latents. Rows in eight bits, and picked ones, are gathered by Triton before FlashInfer reads them."""
-    from stepwell.engine.ops.flashinfer_latent import FlashInferLatent, highest
-    from stepwell.engine.ops.triton_selection import TritonSelect
-    from stepwell.engine.ops.triton_selection import best as fast_best
-    from stepwell.engine.ops.triton_shared import TritonShared
+    from stepwell.engine.ops.on_flashinfer.latent import FlashInferLatent, highest
+    from stepwell.engine.ops.on_triton.selection import TritonSelect
+    from stepwell.engine.ops.on_triton.selection import best as fast_best
+    from stepwell.engine.ops.on_triton.shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
     latent = FlashInferLatent(device)

@@ -22,7 +22,7 @@ AS_ALL = 0  # of what only the next pass wants, where nothing else comes by the 
 
 class Beside:
     """Of one engine. `plan` is what is fetched; its entries of `claim_M` list references to rows that come while it is carried
-    out (`ops/triton_gather.py`).
+    out (`ops/on_triton/gather.py`).
     """
 
     def __init__(self, plan: Plan, *, layers: int, device: torch.device, priority: int = FIRST) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.ops.editing import NO_IDS, NO_NUMBERS, Edit, words_for
-from stepwell.engine.sampling import Choosing
+from stepwell.engine.sampling.choices import Choosing
 from stepwell.jobs.channel import Array
 
 _NONE = -1  # in arrays

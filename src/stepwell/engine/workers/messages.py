@@ -21,8 +21,8 @@ import numpy as np
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.ops.drawing import UNSOUND
-from stepwell.engine.request import TokenLogprob
-from stepwell.engine.sampling import Chosen
+from stepwell.engine.requests.request import TokenLogprob
+from stepwell.engine.sampling.choices import Chosen
 from stepwell.engine.workers.pass_arrays import Counts, must_be_below
 from stepwell.jobs.channel import Array, Message
 

@@ -22,7 +22,7 @@ from time import monotonic, sleep
 
 from stepwell.base.errors import ConfigError
 from stepwell.engine.ops.guarded import Report
-from stepwell.engine.runner import PassesLost, PassFailed, RanksReport
+from stepwell.engine.running.runner import PassesLost, PassFailed, RanksReport
 from stepwell.engine.workers.messages import BROKE, COPY, MEMORY, ChosenTokens, read_chosen, read_kernels
 from stepwell.engine.workers.pass_answers import PassAnswers
 from stepwell.engine.workers.pass_arrays import Pass, PassPacker

@@ -10,9 +10,9 @@ from stepwell.base.spec import ModelSpec, Point
 from stepwell.cache.facade import Cache
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.spilling import SpillReport
-from stepwell.engine.request import Chunk
-from stepwell.engine.runner import Facts, RanksReport, Slots, rows_of
-from stepwell.engine.sampling import WaitForChoices, choosing_for
+from stepwell.engine.requests.request import Chunk
+from stepwell.engine.running.runner import Facts, RanksReport, Slots, rows_of
+from stepwell.engine.sampling.choices import WaitForChoices, choosing_for
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers
 

@@ -240,7 +240,7 @@ class Shard:
         device is done too: copies of these pages, on other streams, may begin.
         """
         from stepwell.engine.passes.batch import Batch
-        from stepwell.engine.sampling import Choices
+        from stepwell.engine.sampling.choices import Choices
 
         assert self._reader is not None, f"{RUN} before {MEMORY}"
         given = self._reader.read(message)

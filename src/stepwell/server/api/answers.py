@@ -20,11 +20,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from stepwell.base.errors import StepwellError
-from stepwell.engine.edits import OFF_GRAMMAR
 from stepwell.engine.loop import OnDelta
-from stepwell.engine.request import Ask, Delta, Finish, Usage
-from stepwell.engine.runner import RANK_LOST
-from stepwell.engine.scheduler import NO_ROOM
+from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
+from stepwell.engine.running.runner import RANK_LOST
+from stepwell.engine.sampling.edits import OFF_GRAMMAR
+from stepwell.engine.scheduling.scheduler import NO_ROOM
 from stepwell.server.errors import SERVER, ApiError, api_error
 from stepwell.server.monitoring.activity_log import log_ended
 from stepwell.server.served import Served

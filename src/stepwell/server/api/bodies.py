@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from stepwell.base.config import MAX_PRIORITY
-from stepwell.engine.request import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
+from stepwell.engine.requests.request import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS
 from stepwell.server.served import MAX_CHOICES
 
 MAX_SALT = 256

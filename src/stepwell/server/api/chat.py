@@ -14,8 +14,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.guided import Guide
-from stepwell.engine.request import Ask
+from stepwell.engine.requests.guided import Guide
+from stepwell.engine.requests.request import Ask
 from stepwell.server.access.door import asking
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import ChatBody

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stepwell.engine.guided import Guide
-from stepwell.engine.request import Ask, Delta, Finish
-from stepwell.engine.text import Text
+from stepwell.engine.requests.guided import Guide
+from stepwell.engine.requests.request import Ask, Delta, Finish
+from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.frames import is_framed
 from stepwell.server.api.logprobs import chat_logprobs, prompt_logprobs

@@ -9,8 +9,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from stepwell.engine.request import Ask, Delta, TokenLogprob
-from stepwell.engine.text import Text
+from stepwell.engine.requests.request import Ask, Delta, TokenLogprob
+from stepwell.engine.requests.text import Text
 from stepwell.server.access.door import asking
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import CompletionBody

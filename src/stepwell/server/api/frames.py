@@ -14,8 +14,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stepwell.engine.guided import Grammar, Kind
-from stepwell.engine.text import Text
+from stepwell.engine.requests.guided import Grammar, Kind
+from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.parsing.formats import HARMONY, markers_of
 from stepwell.server.api.tool_choice import MOST_CALLS, ToolChoice, parameters_grammar

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.guided import NEEDS_EXTRA, Grammar, Guide, Kind, Thoughts
+from stepwell.engine.requests.guided import NEEDS_EXTRA, Grammar, Guide, Kind, Thoughts
 from stepwell.server.api.bodies import Asked
 from stepwell.server.api.parsing.formats import REASONING, prompt_end
 from stepwell.server.errors import ApiError

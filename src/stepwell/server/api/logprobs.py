@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stepwell.engine.request import TokenLogprob
-from stepwell.engine.text import Text
+from stepwell.engine.requests.request import TokenLogprob
+from stepwell.engine.requests.text import Text
 
 _LOWEST = -9999.0  # for what JSON has no number for
 

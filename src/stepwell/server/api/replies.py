@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from stepwell.engine.request import Ask, Delta
+from stepwell.engine.requests.request import Ask, Delta
 from stepwell.server.access.door import arrived_s, principal_of
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.answers import Answers, EventStream, collect

@@ -21,8 +21,8 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from stepwell.base.errors import ConfigError
-from stepwell.engine.guided import Guide
-from stepwell.engine.request import SEEDS, Ask, Sampling
+from stepwell.engine.requests.guided import Guide
+from stepwell.engine.requests.request import SEEDS, Ask, Sampling
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import Asked
 from stepwell.server.errors import ApiError, of_problems

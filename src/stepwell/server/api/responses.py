@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
-from stepwell.engine.request import Delta, Finish
+from stepwell.engine.requests.request import Delta, Finish
 from stepwell.server.access.door import arrived_s, asking, principal_of
 from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Body, ChatBody

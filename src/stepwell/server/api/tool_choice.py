@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from stepwell.engine.guided import Grammar
+from stepwell.engine.requests.guided import Grammar
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.grammars import TOO_DEEP, schema_grammar
 from stepwell.server.errors import ApiError

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Ask, Delta, Finish
+from stepwell.engine.requests.request import Ask, Delta, Finish
 from stepwell.tiers.lease import Sources
 
 EVERY_S = 10.0

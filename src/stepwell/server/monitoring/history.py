@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stepwell.base.ids import Tier
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Delta
+from stepwell.engine.requests.request import Delta
 from stepwell.server.monitoring.metrics import SOURCES
 
 EVERY_S = 5.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from stepwell.base.ids import Tier
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Delta
+from stepwell.engine.requests.request import Delta
 
 THROUGHPUT_S = 5  # over which tokens a second are counted
 HIT_RATE_S = 60  # over which cached tokens of prompts are

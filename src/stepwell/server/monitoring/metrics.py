@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from stepwell import __version__
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.request import Delta, Finish
+from stepwell.engine.requests.request import Delta, Finish
 from stepwell.server.monitoring.engine_metrics import EngineCollector
 
 SOURCES = ("device", "host", "store", "computed")

@@ -31,7 +31,7 @@ from opentelemetry.util.types import AttributeValue
 
 from stepwell import __version__
 from stepwell.base.meters import Clock
-from stepwell.engine.request import Ask, Delta, Finish, Usage
+from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
 
 CLOSE_S = 5.0  # that the end of the server waits for the last spans
 _PATH = "/v1/traces"

@@ -21,7 +21,7 @@ from stepwell.base.errors import StepwellError
 from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.prompt import Namespace
 from stepwell.engine.engine import Engine
-from stepwell.engine.request import Request as Running
+from stepwell.engine.requests.request import Request as Running
 from stepwell.server.access.door import principal_of, watching
 from stepwell.server.served import Served
 from stepwell.server.state import read_state

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from stepwell.engine.text import TextStream
+from stepwell.engine.requests.text import TextStream
 from stepwell.server.api.parsing.pieces import Piece, Place
 
 

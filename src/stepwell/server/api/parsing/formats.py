@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from stepwell.engine.text import Text
+from stepwell.engine.requests.text import Text
 from stepwell.server.api.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
 from stepwell.server.api.parsing.counting import Placed
 from stepwell.server.api.parsing.harmony import HARMONY_MARKERS, HarmonyParser

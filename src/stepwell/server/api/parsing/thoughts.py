@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stepwell.engine.guided import Thoughts
-from stepwell.engine.text import Text
+from stepwell.engine.requests.guided import Thoughts
+from stepwell.engine.requests.text import Text
 from stepwell.server.api.parsing.blocks import Reasoning
 from stepwell.server.api.parsing.pieces import Markers, Parser, Piece, Spaced, joined
 

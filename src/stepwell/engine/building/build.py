@@ -1,0 +1,246 @@
+"""From a checkpoint and sizes to a running engine: the one place that names concrete classes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from stepwell.base.config import HOT_ROWS, CacheConfig
+from stepwell.base.errors import ConfigError
+from stepwell.base.ids import Kind, Tier
+from stepwell.base.inherited_block import InheritedBlock
+from stepwell.base.meters import Counters, SystemClock
+from stepwell.base.spec import ModelSpec
+from stepwell.cache.build import CacheTuning, build_cache, layouts_for
+from stepwell.cache.facade import Cache
+from stepwell.engine.building.build_ranked import build_ranked
+from stepwell.engine.building.settings import (
+    EngineConfig,
+    attach_store,
+    check_room,
+    check_settings,
+    device_bytes_of,
+    device_of,
+    dtype_of,
+    host_bytes_of,
+    identity_of,
+    limits_for,
+    most_context,
+    must_hold,
+    write_for,
+)  # fmt: skip
+from stepwell.engine.drafts.base import LoadedDraft, check_target
+from stepwell.engine.drafts.own_layer import MTP, load_own_layer
+from stepwell.engine.drafts.separate import load_separate
+from stepwell.engine.engine import Engine
+from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
+from stepwell.engine.loading.progress import WatchedSource
+from stepwell.engine.models.base import Decoder
+from stepwell.engine.models.registry import build_model
+from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.spilling import Sizes, Spilling
+from stepwell.engine.running.runner import Runner
+from stepwell.engine.running.speculation import Speculation
+from stepwell.engine.scheduling.footprint import footprint, longest_request
+from stepwell.jobs.executors import Arrivals
+from stepwell.store.api import Store
+from stepwell.store.registry import open_store
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
+from stepwell.transfer.narrow_copies import NarrowCopyEngine, as_tensor
+from stepwell.transfer.store_worker import HostPages
+from stepwell.transfer.torch_copy_engine import TorchCopyEngine
+from stepwell.transfer.torch_memory import TorchMemory
+
+log = logging.getLogger(__name__)
+
+_WITHOUT_BUFFERS = ("log", "shared-log", "memory")  # need not know the host tier's memory: opened before there is one
+
+
+def load_engine(model: str, **settings: Any) -> Engine:
+    """An engine for a checkpoint by path or name. Raises ConfigError for settings that are not known or cannot work."""
+    known = [each.name for each in fields(EngineConfig)]
+    if unknown := sorted(settings.keys() - set(known)):
+        raise ConfigError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
+    return open_and_build(model, EngineConfig(**settings))[1]
+
+
+def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine]:
+    """A checkpoint by path or name, and an engine for it. What is wrong with the settings is said before weights are read.
+
+    Raises ConfigError or StoreError, and then holds nothing.
+    """
+    check_settings(config)
+    store = None
+    if config.store is not None and config.store.partition(":")[0] in _WITHOUT_BUFFERS:
+        store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
+    try:
+        checkpoint = open_checkpoint(model)
+        ranks = f" on {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
+        log.info("loading the weights of %s%s", checkpoint.name, ranks)
+        if config.tensor_parallel > 1:
+            return checkpoint, build_ranked(model, checkpoint, config, store)
+        watched = replace(checkpoint, source=WatchedSource(checkpoint.source, SystemClock()))
+        return checkpoint, build_engine(watched, config, store=store)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+
+
+def build_engine(
+    checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None,
+    tuning: CacheTuning | None = None, kernels: Kernels | None = None,
+) -> Engine:  # fmt: skip
+    """Loads the weights, takes the memory, opens the store. The engine closes what it opened or was given.
+
+    `draft` is the checkpoint that `config.draft` names, and `store` the store that `config.store` does, where they are open
+    already. `tuning` is for tests, and `kernels` for benchmarks: those of the model, in place of what `config.kernels` names.
+    Should it raise, the store is still the caller's.
+    """
+    device, dtype, most = device_of(config), dtype_of(config), most_context(config, checkpoint)
+    model = build_model(
+        checkpoint.config,
+        checkpoint.source,
+        dtype=dtype,
+        device=device,
+        page_tokens=config.page_tokens,
+        kv_dtype=config.kv_dtype,
+        kernels=kernels or config.kernels,
+        sparse=config.picks,
+    )
+    loaded = _load_draft(config, model, checkpoint, draft)
+    spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
+    spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
+    device_bytes = device_bytes_of(config, device)
+    chosen = write_for(config, device_bytes, store)
+    cache_config = CacheConfig(
+        device_bytes=device_bytes,
+        host_bytes=host_bytes_of(config),
+        write=chosen.write,
+        durable=config.durable,
+        placement=config.placement,
+        memory_quotas=config.memory_quotas,
+        vocab_size=model.vocab_size,
+        hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
+    )
+    check_room(cache_config, [device])
+    limits, sizes = limits_for(config), None
+    if spec.spill is not None:
+        sizes = Sizes.of(
+            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most,
+            stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
+            near=config.prefetch_near,
+        )  # fmt: skip
+        cache_config = sizes.less(cache_config, spec)
+    tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
+    memories = _memories(spec, cache_config, device, tuning, config.host_block)
+    picks = None if config.picks is None else config.picks.identity
+    identity = identity_of(checkpoint, dtype, device, None if loaded is None else loaded.identity, picks)
+    cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
+    rows = {kind: as_tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
+    try:
+        spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
+        context, max_alone = (longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=most) for upto in (None, 0))
+        must_hold(config, context)
+        attached = attach_store(cache, config, store)
+    except BaseException:
+        cache.close()
+        raise
+    cache.hand_over()  # to whoever will run the engine, on whatever thread
+    return Engine(
+        Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),
+        cache,
+        checkpoint.text,
+        limits=limits,
+        max_context=context,
+        max_alone=max_alone,
+        footprint=footprint(DevicePages(spec, rows)),
+        eos_ids=checkpoint.eos_ids,
+        store=attached,
+        speculation=None if loaded is None else _speculation(loaded, cache, spec, rows, config),
+    )
+
+
+def _spilling(
+    spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], memories: Mapping[Tier, PageMemory | TorchMemory], cache: Cache,
+    sizes: Sizes, kernels: Kernels,
+) -> Spilling:  # fmt: skip
+    assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
+    host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
+    return Spilling(
+        spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
+        best=kernels.best_beside, asks_host=lambda: not kernels.spilled_stay_on_device,
+    )  # fmt: skip
+
+
+def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:
+    """What `config` says is to guess tokens for a model. Raises ConfigError for what cannot."""
+    if config.draft is None and opened is None:
+        return None
+    check_target(model.spec)
+    chunk = limits_for(config).chunk_tokens
+    if not 1 <= config.draft_tokens < chunk:
+        raise ConfigError(f"draft_tokens must be at least 1 and less than the {chunk} of a pass, got {config.draft_tokens}")
+    if config.draft == MTP:
+        return load_own_layer(checkpoint.config, checkpoint.source, model, dtype=dtype_of(config), kv_dtype=config.kv_dtype)
+    draft = opened or open_checkpoint(str(config.draft))
+    built = build_model(
+        draft.config, draft.source, dtype=dtype_of(config), device=device_of(config), page_tokens=model.spec.page_tokens,
+        kernels=config.kernels, ranks=model.ranks,
+    )  # fmt: skip
+    return load_separate(built, model, draft.digest)
+
+
+def _speculation(
+    loaded: LoadedDraft, cache: Cache, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], config: EngineConfig
+) -> Speculation:
+    return Speculation(
+        loaded.over(spec, rows),
+        cache,
+        DevicePages(spec, rows),
+        loaded.states,
+        tokens=config.draft_tokens,
+        max_running=config.draft_max_running,
+    )
+
+
+def _cache(
+    spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning,
+    *, layerwise: bool,
+) -> Cache:  # fmt: skip
+    copy_engine: CopyEngine
+    arrivals: Arrivals | None = None
+    counters = Counters()
+    host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
+    if all(isinstance(memory, PageMemory) for memory in memories.values()):
+        copy_engine = NumpyCopyEngine({tier: memory for tier, memory in memories.items() if isinstance(memory, PageMemory)})
+    else:
+        by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
+        copy_engine = by_layers = TorchCopyEngine(by_torch, counters=counters, layerwise=spec if layerwise else None)
+        arrivals = by_layers.events_for
+    if spec.narrow is not None:
+        copy_engine = NarrowCopyEngine(copy_engine, spec, memories)
+    return build_cache(
+        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters,
+        arrivals=arrivals,
+    )  # fmt: skip
+
+
+def _memories(
+    spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning, host_block: Callable[[int], InheritedBlock] | None
+) -> dict[Tier, PageMemory | TorchMemory]:
+    layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
+    given: dict[Tier, memoryview] = {}
+    if host_block is not None and Tier.HOST in layouts:
+        given[Tier.HOST] = host_block(layouts[Tier.HOST].size_bytes).view
+    if device == "cpu":
+        return {tier: PageMemory(spec, layout, given.get(tier)) for tier, layout in layouts.items()}
+    return {
+        tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu", given.get(tier))
+        for tier, layout in layouts.items()
+    }

@@ -1,0 +1,351 @@
+"""Settings of an engine, and what they come to on this machine: which device and numbers, how much memory.
+
+Reads no weights and takes no memory. What can work with no model is refused here, before either.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig, WritePolicy
+from stepwell.base.errors import ConfigError
+from stepwell.base.inherited_block import InheritedBlock
+from stepwell.base.spec.families import KV_DTYPES
+from stepwell.base.spec.families.summaries import DSA
+from stepwell.base.spec.narrow import Narrow
+from stepwell.base.units import format_bytes, parse_bytes
+from stepwell.cache.facade import Cache
+from stepwell.engine.drafts.own_layer import MTP
+from stepwell.engine.loading.checkpoint import Checkpoint
+from stepwell.engine.loading.known import known_names
+from stepwell.engine.models.selectors import Sparse
+from stepwell.engine.ops.kernels import check_kernels
+from stepwell.engine.passes.pages import TORCH_DTYPES
+from stepwell.engine.scheduling.scheduler import Limits
+from stepwell.engine.workers.worker_setup import WorkerLimits
+from stepwell.policy.write_choice import WriteChoice, choose_write
+from stepwell.store.api import Store, size_of
+from stepwell.store.registry import find_opener, open_store
+from stepwell.transfer.copy_engine import free_bytes, must_fit
+
+log = logging.getLogger(__name__)
+
+CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
+CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
+CPU_DEVICE_BYTES = 2 * 2**30
+REPLACE_HOT = ("score", "age")
+_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
+_OF_HOT_ROWS = ("replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
+_DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
+_NEEDS_HOST = "a store needs a host tier above it: give host_memory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`, and for `device_memory` also `70%` of what
+    the weights leave); None for a sensible default.
+
+    A `host_memory` of 0 does without a host tier.
+    """
+
+    device: str = "auto"  # or cpu, cuda, cuda:NUMBER; with several ranks also one for each, as in cuda:2,cuda:3
+    dtype: str = "auto"
+    kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
+    checkpoint_dtype: str | None = None  # int8 or fp8: checkpoints on the host and in the store have errors then; None: exact
+    kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
+    page_tokens: int | None = None
+    max_context: int | None = None  # tokens of a prompt and its answer; None for what the model and the memory allow
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    store: str | None = None  # as in `log:DIR` or `mooncake:FILE`
+    store_options: Mapping[str, str] = field(default_factory=dict)
+    store_config: StoreConfig = field(default_factory=StoreConfig)
+    write: WritePolicy | None = None  # None: by the sizes of the tiers (`write_for`)
+    durable: bool = False  # what is committed is in the store soon, whatever `write` says
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
+    limits: Limits | None = None  # None for what suits the device
+    layerwise: bool = True  # on CUDA, on one rank: a pass may begin while its pages are copied, and waits for each layer
+    compute_while_loading: bool = False  # where it is sooner, by measured speeds, the end of a cached prefix is computed again
+    draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
+    draft_tokens: int = 4  # guessed in one pass
+    draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
+    sparse: str | None = None  # what picks the tokens that answers look at: quest or clusterkv, or dsa for a model's own index
+    sparse_budget: int | None = None  # how many tokens are picked; None: 2,048
+    # Rows of each layer that a request keeps on the device once others are on the host alone. None: 4,096 with dsa; with another
+    # selector rows stay on the device.
+    hot_rows: int | None = None
+    replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
+    fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
+    prefetch_near: int = 0  # rows behind those that a layer picks, that a step over rows on the host fetches for the next one
+    tensor_parallel: int = 1  # ranks that compute the model together, each in a process of its own, with its device memory
+    restart_workers: bool = False  # ranks that are lost are started anew; else the engine then computes nothing any more
+    worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
+    stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
+    host_block: Callable[[int], InheritedBlock] | None = None  # makes the host tier's memory, for others to map too
+
+    @property
+    def picks(self) -> Sparse | None:
+        """What picks, checked. Raises ConfigError."""
+        if self.sparse is None and self.sparse_budget is not None:
+            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with sparse")
+        if self.sparse is None and self.hot_rows is not None:
+            raise ConfigError("hot_rows are for rows that are picked: name what picks them with sparse, or leave hot_rows out")
+        if self.sparse is None:
+            return None
+        return Sparse(selector=self.sparse, budget=self.sparse_budget, hot_rows=self.hot_rows is not None)
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError for settings that can work with no model on this machine. Takes nothing."""
+    device, dtype = device_of(config), dtype_of(config)
+    if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
+        raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
+    check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
+    _check_ranks(config)
+    _check_sparse(config)
+    _check_checkpoints(config)
+    if config.page_tokens is not None and config.page_tokens < 1:
+        raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
+    if config.max_context is not None and config.max_context < 2:
+        raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
+    if config.compute_while_loading and host_bytes_of(config) is None:
+        raise ConfigError("compute_while_loading is for prefixes that come from a host tier: give host_memory, or leave it out")
+    devices = rank_devices(config)
+    least_bytes = min(device_bytes_of(config, each) for each in set(devices))  # each rank takes what the one with least can
+    sizes = CacheConfig(device_bytes=least_bytes, host_bytes=host_bytes_of(config))
+    check_room(sizes, devices)
+    if config.store is not None:
+        find_opener(config.store)
+        if sizes.host_bytes is None:
+            raise ConfigError(_NEEDS_HOST)
+    elif config.durable:
+        raise ConfigError("durable says that what is committed is in a store soon: name one with store, as in log:DIR")
+    if config.draft not in (None, MTP, *known_names()) and not Path(str(config.draft)).exists():
+        raise ConfigError(
+            f"there is no draft model at {config.draft!r}: give a path, {MTP}, or one of {', '.join(known_names())}"
+        )
+
+
+def _check_sparse(config: EngineConfig) -> None:
+    """Raises ConfigError for a selector that is not known, where rows could spill to nowhere, and for what would mean nothing."""
+    picks = config.picks
+    if picks is None or not picks.spills:
+        plain = EngineConfig()
+        for name in _OF_HOT_ROWS:
+            if getattr(config, name) != getattr(plain, name):
+                raise ConfigError(f"{name} is for attention rows on the host: give sparse, with hot_rows, or leave it out")
+        return
+    how = f"sparse {picks.selector}" + ("" if picks.selector == DSA else " with hot_rows")
+    instead = "sparse" if picks.selector == DSA else "hot_rows"
+    if config.replace_hot not in REPLACE_HOT:
+        raise ConfigError(f"replace_hot must be one of {', '.join(REPLACE_HOT)}, got {config.replace_hot!r}")
+    if (config.hot_rows or 0) < 0:
+        raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
+    if config.prefetch_near < 0 or (config.prefetch_near and config.hot_rows == 0):
+        raise ConfigError(
+            f"prefetch_near must be 0 or more, and rows are fetched into hot ones: got {config.prefetch_near}, {config.hot_rows=}"
+        )
+    if host_bytes_of(config) is None:
+        raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
+    if config.write is not None and not config.write.saves_on_commit:
+        raise ConfigError(f"{how} needs the write policy through, for rows leave the device once the host has them; "
+                          f"got {config.write.value}")  # fmt: skip
+
+
+def _check_checkpoints(config: EngineConfig) -> None:
+    """Raises ConfigError for a format that is not known, and where nothing would be kept in it."""
+    if config.checkpoint_dtype is None:
+        return
+    Narrow(dtype=config.checkpoint_dtype)
+    if host_bytes_of(config) is None:
+        raise ConfigError(
+            "checkpoint_dtype says how checkpoints are kept in a host tier and below: give host_memory, or leave it out"
+        )
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """Raises ConfigError for what ranks in several processes cannot do."""
+    if config.tensor_parallel < 1:
+        raise ConfigError(f"tensor_parallel must be at least 1, got {config.tensor_parallel}")
+    plain = EngineConfig()
+    if config.tensor_parallel == 1:
+        for name in ("restart_workers", "worker_limits"):
+            if getattr(config, name) != getattr(plain, name):
+                raise ConfigError(f"{name} is for ranks in processes of their own: give tensor_parallel too")
+        return
+    for name in _ONE_RANK_ONLY:
+        if getattr(config, name) != getattr(plain, name):
+            raise ConfigError(f"{name} works on one rank only, so far: leave it out, or use tensor_parallel 1")
+
+
+def rank_devices(config: EngineConfig) -> tuple[str, ...]:
+    """The device of each rank. Raises ConfigError where there are too few."""
+    device, count, named = device_of(config), config.tensor_parallel, config.device.split(",")
+    if device == "cpu" or count == 1:
+        return (device,) * count
+    if len(named) == count:
+        return tuple(named)
+    if ":" in device:
+        raise ConfigError(
+            f"{count} ranks need a device each: give --device cuda, or one for each, as in "
+            f"{','.join(f'cuda:{rank}' for rank in range(count))}; got {config.device}"
+        )
+    if torch.cuda.device_count() < count:
+        raise ConfigError(
+            f"--tensor-parallel {count} needs as many GPUs, and torch sees {torch.cuda.device_count()}; ranks that are to share "
+            f"one are named with it, as in --device {','.join([f'{device}:0'] * count)}"
+        )
+    return tuple(f"cuda:{rank}" for rank in range(count))
+
+
+def ranks_on_one(devices: Sequence[str]) -> int:
+    """How many ranks share the memory of the device that most of them are on."""
+    return max(Counter(devices).values())
+
+
+def backend_for(devices: Sequence[str]) -> str:
+    """What connects ranks. NCCL refuses two on one GPU."""
+    return "gloo" if "cpu" in devices or ranks_on_one(devices) > 1 else "nccl"
+
+
+# ---- defaults, and whether they fit ---------------------------------------------------------------
+
+
+def device_of(config: EngineConfig) -> str:
+    """Where there is one for each rank, that of the first. Raises ConfigError for what is not there."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    named = config.device.split(",")
+    for each in named:
+        _check_device(each)
+    if len(named) > 1 and (len(named) != config.tensor_parallel or not all(each.startswith("cuda:") for each in named)):
+        raise ConfigError(
+            f"several devices are one for each rank, as in cuda:0,cuda:1 with tensor_parallel 2; got {config.device} with "
+            f"{config.tensor_parallel}"
+        )
+    return named[0]
+
+
+def _check_device(device: str) -> None:
+    known = _DEVICE.fullmatch(device)
+    if known is None:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
+    if device == "cpu":
+        return
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA here; use --device cpu")
+    if int(known[1] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
+
+
+def dtype_of(config: EngineConfig) -> str:
+    return ("fp32" if device_of(config) == "cpu" else "bf16") if config.dtype == "auto" else config.dtype
+
+
+def device_bytes_of(config: EngineConfig, device: str, *, free: int | None = None) -> int:
+    """What each rank gets. `free` is what whoever has the device says is free there; ranks on one device share it."""
+    if free is None:
+        free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free //= ranks_on_one(rank_devices(config))
+    if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
+        return int(free * _share(config.device_memory))
+    if config.device_memory is not None:
+        return parse_bytes(config.device_memory)
+    return min(CPU_DEVICE_BYTES, free // 4) if device == "cpu" else int(free * CUDA_SHARE)
+
+
+def _share(text: str) -> float:
+    """`70%` as 0.7. Raises ConfigError."""
+    number = text.removesuffix("%").strip()
+    if not number.isdecimal() or not 1 <= int(number) <= 99:
+        raise ConfigError(f"a share of device memory must be from 1% to 99%, got {text!r}")
+    return int(number) / 100
+
+
+def limits_for(config: EngineConfig) -> Limits:
+    """Those that were given, or what suits the device."""
+    return config.limits or (Limits() if device_of(config) == "cpu" else CUDA_LIMITS)
+
+
+def host_bytes_of(config: EngineConfig) -> int | None:
+    if config.host_memory is None:
+        return min(8 * 2**30, free_bytes() // 4)
+    return parse_bytes(config.host_memory) or None
+
+
+def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError, saying what would fit, before memory is taken that is not there. `devices` has one for each rank."""
+    needed, each_bytes = config.host_bytes or 0, config.device_bytes or 0
+    for device, ranks in Counter(devices).items():
+        if device == "cpu":
+            needed += each_bytes * ranks
+        elif each_bytes * ranks > (free := torch.cuda.mem_get_info(device)[0]):
+            asked = f"{format_bytes(each_bytes)}{f' for each of {ranks} ranks' if ranks > 1 else ''}"
+            raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
+    must_fit(needed, settings="device_memory or host_memory")
+
+
+# ---- what every engine over a checkpoint has ------------------------------------------------------
+
+
+def most_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Tokens a request may have if memory holds them. Raises ConfigError for more than the model's positions were made for."""
+    if config.max_context is None:
+        return checkpoint.max_context
+    if config.max_context > checkpoint.max_context:
+        raise ConfigError(
+            f"max_context (--max-model-len) is {config.max_context}, and this model was made for {checkpoint.max_context} at most"
+        )
+    return config.max_context
+
+
+def must_hold(config: EngineConfig, held: int) -> None:
+    """Raises ConfigError where a length was asked for that no request could have for lack of memory."""
+    if config.max_context is not None and held < config.max_context:
+        raise ConfigError(
+            f"max_context (--max-model-len) is {config.max_context}, and device memory holds a request of {held} tokens at most: "
+            f"raise device_memory (--device-memory), or ask for less"
+        )
+
+
+def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | None) -> str:
+    return "/".join([checkpoint.digest, dtype, device.split(":")[0], *(each for each in named if each is not None)])
+
+
+def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> WriteChoice:
+    """When pages go down, by the sizes of the tiers unless the operator says. Rows may spill once the host has them.
+
+    `device_bytes` is what the host would need for all that the device tier holds, on however many ranks.
+    """
+    picks, size = config.picks, None if store is None else size_of(store)
+    chosen = choose_write(
+        config.write, device_bytes=device_bytes, host_bytes=host_bytes_of(config),
+        has_store=config.store is not None, store_bytes=None if size is None else size.budget_bytes,
+    )  # fmt: skip
+    if config.write is None and picks is not None and picks.spills:
+        chosen = WriteChoice(WritePolicy.THROUGH, "rows may spill once the host has them")
+    log.info("write policy: %s (%s)", chosen.write.value, chosen.why)
+    return chosen
+
+
+def attach_store(cache: Cache, config: EngineConfig, opened: Store | None) -> Store | None:
+    if config.store is None:
+        return None
+    if not cache.store.host_memory:
+        raise ConfigError(_NEEDS_HOST)
+    store = opened or open_store(config.store, options=config.store_options)
+    try:
+        cache.store.attach(store, config.store_config)
+    except BaseException:
+        if opened is None:
+            store.close()
+        raise
+    return store

@@ -1,0 +1,249 @@
+"""Answers that follow a grammar: which tokens may come next. Wraps `llguidance`, which is imported on first use.
+
+    compile    once a grammar, on a thread of the server's: bounded by its size, by fuel, and by a trial in a process of its
+               own (`guided_trial.py`), so that no client can ask for more
+    follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
+
+A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone. Models that think first may
+do so: then the grammar begins behind the token that ends their thoughts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stepwell.base.errors import ConfigError
+from stepwell.engine.ops.editing import WORD_BITS, words_for
+from stepwell.engine.requests import guided_trial, schemas
+from stepwell.engine.requests.text import Text
+
+log = logging.getLogger(__name__)
+
+MAX_SOURCE = 64 << 10  # characters
+_KEPT = 16  # compiled grammars, a few MiB each
+_TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
+NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
+
+_NOTHING_FITS = "NoExtensionBias"  # the library's word for it
+_ENDLESS = 'no answer can begin, for it refers to nothing but itself, as {"$ref": "#"} does'
+
+
+class Kind(Enum):
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # in Lark's or GBNF's form
+    CHOICE = "choice"  # a list of strings, in JSON
+    FRAMED = "framed"  # {"frame": Lark, "parts": {name: [kind, source]}}: Lark that refers to other grammars as @name, in JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What answers are to follow, as it was asked for."""
+
+    kind: Kind
+    source: str
+
+
+class OffGrammar(Exception):
+    """The grammar was too much for its limits in the middle of an answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """The tokens around what a model may think before the answer that a grammar is for.
+
+    prompt ... <open> thoughts <close> {"grammar": ...}     `begun`: the prompt ends with <open>
+    prompt ... {"grammar": ...}                             not begun: the first token says whether it thinks at all
+    """
+
+    open: int
+    close: int
+    begun: bool
+
+    def end(self, tokens: Sequence[int], since: int = 0) -> int | None:
+        """How many tokens of an answer stand before its grammar; None while it thinks. `close` is looked for from `since` on."""
+        if not self.begun and (not tokens or tokens[0] != self.open):
+            return 0
+        return next((at + 1 for at in range(since, len(tokens)) if tokens[at] == self.close), None)
+
+
+class Guide:
+    """A compiled grammar, and the thoughts that may stand before it. Any number of answers may follow it."""
+
+    def __init__(self, start: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None = None) -> None:
+        self._start = start
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self.thoughts = thoughts
+
+    def behind(self, thoughts: Thoughts) -> Guide:
+        """The same for answers that may think first."""
+        return Guide(self._start, self._vocab_size, self._eos_ids, thoughts)
+
+    def follow(self) -> Following:
+        return Following(self._start.deep_copy(), self._vocab_size, self._eos_ids, self.thoughts)
+
+
+class Following:
+    """One answer's place in a grammar. One thread."""
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._thoughts = thoughts
+        self._thought = 0  # tokens of the answer that are thoughts for certain
+        self._read = 0  # tokens of the answer that the matcher has seen, or need not see
+
+    def allowed(self, answer: Sequence[int], guesses: Sequence[int] = ()) -> npt.NDArray[np.int32]:
+        """A bit for each token that may come behind an answer, which only grows, and guesses. Raises OffGrammar.
+
+        Where a guess is not allowed, no bit is of use: nobody chooses it, and what is behind it is dropped. While it thinks
+        an answer may go on with all but its end.
+        """
+        tokens = [*answer, *guesses]
+        first = 0 if self._thoughts is None else self._thoughts.end(tokens, self._thought)
+        if first is None:
+            self._thought = len(answer)
+            return self._all_but_ends
+        if first <= len(answer):
+            self._matcher.consume_tokens(tokens[max(self._read, first) : len(answer)])
+            self._read = len(answer)
+        words = self._behind(tokens[max(first, len(answer)) :])
+        if self._thoughts is not None and not tokens and not self._thoughts.begun:
+            at, bit = divmod(self._thoughts.open, WORD_BITS)
+            words.view(np.uint32)[at] |= np.uint32(1 << bit)
+        return words
+
+    def _behind(self, guesses: list[int]) -> npt.NDArray[np.int32]:
+        matcher = self._matcher
+        ahead = matcher.try_consume_tokens(guesses) if guesses else 0
+        words = np.zeros(words_for(self._vocab_size), np.int32)
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise OffGrammar(matcher.get_error().splitlines()[0])
+        if ahead:
+            matcher.rollback(ahead)
+        return words
+
+    @cached_property
+    def _all_but_ends(self) -> npt.NDArray[np.int32]:
+        bits = np.zeros(words_for(self._vocab_size) * WORD_BITS, np.uint8)
+        bits[: self._vocab_size] = 1
+        bits[sorted(self._eos_ids)] = 0
+        return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+
+
+class Guides:
+    """Compiles grammars for one model, and keeps the last ones. Any number of threads may ask."""
+
+    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._text = text
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
+        self._lock = Lock()  # of what is kept
+        self._compiles = Lock()
+
+    def compile(self, grammar: Grammar) -> Guide:
+        """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing."""
+        if len(grammar.source) > MAX_SOURCE:
+            raise ConfigError(f"a grammar may have {MAX_SOURCE} characters, got {len(grammar.source)}: make it smaller")
+        guide = self._find(grammar)
+        if guide is not None:
+            return guide  # while others are compiled
+        with self._compiles:
+            guide = self._find(grammar) or self._compiled(grammar)
+            with self._lock:
+                self._kept[grammar] = guide
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
+            return guide
+
+    def _find(self, grammar: Grammar) -> Guide | None:
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def _compiled(self, grammar: Grammar) -> Guide:
+        library = _library()
+        try:
+            grammar = _followable(grammar)
+            _must_compile_in_time(grammar)
+            start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"the {_called(grammar)} cannot be followed: {error!s:.500}") from None
+        if start.is_error():
+            why = schemas.in_plain_words(start.get_error())
+            raise ConfigError(f"the {_called(grammar)} cannot be followed: {why:.500}")
+        guide = Guide(start, self._vocab_size, self._eos_ids)
+        try:  # what is too much for the first token is found here, and not in a pass
+            guide.follow().allowed(())
+        except OffGrammar as error:
+            if str(error).startswith(_NOTHING_FITS):
+                raise ConfigError(f"the {_called(grammar)} cannot be followed: {_ENDLESS}") from None
+            raise ConfigError(f"the {_called(grammar)} is too complex: {error!s:.500}") from None
+        for left_out in start.get_grammar_warnings():  # only where the schema allows that
+            log.info("answers follow a schema in part, as it is not strict: %.500s", left_out)
+        return guide
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Takes a second or more for a large vocabulary."""
+        if not self._eos_ids:
+            raise ConfigError("guided output needs a token that ends answers, and this model names none")
+        return _library().LLTokenizer(self._text.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
+
+
+def _followable(grammar: Grammar) -> Grammar:
+    """The same, with schemas in the library's words. Raises ValueError, and RecursionError."""
+    if grammar.kind is Kind.JSON_SCHEMA:
+        return replace(grammar, source=schemas.followable(grammar.source))
+    if grammar.kind is not Kind.FRAMED:
+        return grammar
+    asked = json.loads(grammar.source)
+    for part in asked["parts"].values():
+        if part[0] == Kind.JSON_SCHEMA.value:
+            part[1] = schemas.followable(part[1])
+    return replace(grammar, source=json.dumps(asked))
+
+
+def _must_compile_in_time(grammar: Grammar) -> None:
+    """Raises ConfigError."""
+    given = json.dumps({"kind": grammar.kind.value, "source": grammar.source, "path": sys.path}).encode()
+    command = [sys.executable, "-I", guided_trial.__file__]
+    try:
+        done = subprocess.run(command, input=given, capture_output=True, timeout=_TRIAL_S, check=False)
+    except subprocess.TimeoutExpired:
+        ended = True
+    else:
+        ended = done.returncode != 0
+    if ended:
+        raise ConfigError(f"the {_called(grammar)} is too complex: it takes too long, or too much memory, to compile")
+
+
+def _called(grammar: Grammar) -> str:
+    """As clients know it, who know of no frames."""
+    return "grammar" if grammar.kind is Kind.FRAMED else grammar.kind.value
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ModuleNotFoundError:
+        raise ConfigError(NEEDS_EXTRA) from None
+    return llguidance

@@ -1,0 +1,73 @@
+"""Passes that the host has not read yet: the next one is started before, and goes on from where they end.
+
+    device    | pass 1 | pass 2 | pass 3 |          pass 2 reads the tokens of pass 1 where they lie
+    host               | reads 1, starts 3 | ...    and commits, streams and plans while the next pass runs
+
+A pass over a part of a prompt chooses nothing: reading it says that it has ended. Tokens may be the likeliest or drawn: what a
+draw needs is known before the tokens before it are, and so are biases. Not for tokens with logprobs, which the host computes, nor
+for those whose choice depends on the token before, nor where there is a draft, nor for passes that begin while their pages
+arrive. A request whose answer ends with what the host reads, by a stop string too, was computed once too often; that row is
+dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from stepwell.engine.ops.drawing import Pick
+from stepwell.engine.ops.editing import edited
+from stepwell.engine.ops.to_host import HostCopy, ToHost
+from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.requests.request import Chunk
+from stepwell.engine.sampling.choices import draw_of
+from stepwell.engine.sampling.edits import edit_of
+from stepwell.tiers.lease import Lease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Unread:
+    """A pass that was started, and what it chooses for those of its chunks that complete their requests."""
+
+    chunks: Sequence[Chunk]
+    leases: Sequence[Lease | None]  # that they were computed under
+    rows: Mapping[int, int]  # of `token_B`, by request
+    token_B: torch.Tensor
+    on_host: HostCopy
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, *, pick: Pick, to_host: ToHost) -> Unread:
+        """Chooses on the device, and starts to bring the tokens to the host."""
+        completed = [chunk for chunk in chunks if chunk.completes]
+        unread = [(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed]
+        logits_BV = edited(logits_BV, [edit_of(request, unread=count) for request, count in unread])
+        token_B = pick(logits_BV, [draw_of(request, count) for request, count in unread])
+        return cls(
+            chunks=chunks,
+            leases=[chunk.request.lease for chunk in chunks],
+            rows={chunk.request.id: row for row, chunk in enumerate(completed)},
+            token_B=token_B,
+            on_host=to_host(token_B),
+        )
+
+    def read(self) -> list[int]:
+        """The tokens, by row. Waits for the pass."""
+        return self.on_host.read()
+
+    def put_into(self, token_N: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The tokens of the next pass, `token_N`, with those in their places that its chunks go on from. Unsound ones count as 0.
+
+        On the device: nobody waits.
+        """
+        places = [at for at, chunk in enumerate(chunks) if chunk.follows]  # a chunk of one token is where its number says
+        if not places:
+            return token_N
+        rows = [self.rows[chunks[at].request.id] for at in places]
+        token_B = self.token_B.clamp_min(0)
+        if rows != list(range(len(token_B))):
+            token_B = token_B[on_device(rows, token_B.device)]
+        if len(places) == len(token_N):
+            return token_B
+        return token_N.index_copy(0, on_device(places, token_N.device), token_B)

@@ -1,0 +1,122 @@
+"""How requests' tokens are drawn, and what was chosen from a pass's logits. Keeps nothing; `ops/drawing.py` draws.
+
+A token is drawn with a number that follows from its request's seed and its place in the sequence. So the numbers of a pass are
+known before its tokens are, and a token that is computed again, after preemption or for a draft, is drawn alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
+from stepwell.engine.ops.editing import Edit, edited
+from stepwell.engine.ops.to_host import ToHost
+from stepwell.engine.requests.request import Chunk, Request, TokenLogprob
+from stepwell.engine.sampling.edits import edit_of
+
+_WORD = 2**64 - 1
+
+
+def draw_of(request: Request, after: int = 0) -> Draw | None:
+    """How a request's token is drawn that comes `after` so many that nobody has read yet; None for the likeliest."""
+    sampling = request.ask.sampling
+    if sampling.temperature == 0:
+        return None
+    number = number_for(request.seed, len(request.tokens) + after)
+    return Draw(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, number=number)
+
+
+def choosing_for(chunks: Sequence[Chunk]) -> list[Choosing]:
+    """How the token behind each row of a pass's logits is chosen: of each chunk those that are told, then of one that completes
+    the next, and those behind what is proposed.
+    """
+    return [way for chunk in chunks for way in _choosing(chunk)]
+
+
+def _choosing(chunk: Chunk) -> Iterator[Choosing]:
+    request, sampling = chunk.request, chunk.request.ask.sampling
+    yield from (Choosing(given=token, logprobs=sampling.prompt_logprobs) for token in chunk.told)
+    for after in range(1 + len(chunk.proposed)) if chunk.completes else ():
+        edit = edit_of(request, chunk.proposed[:after])
+        yield Choosing(draw=draw_of(request, after), edit=edit, logprobs=sampling.logprobs)
+
+
+def number_for(seed: int, position: int) -> float:
+    """A number from [0, 1), of 53 random bits: SplitMix64, begun at a place that the seed gives."""
+    return (_mixed(_mixed(seed) + position * 0x9E3779B97F4A7C15) >> 11) * 2.0**-53
+
+
+def try_every_cut(pick: Pick, vocab: int, device: torch.device) -> None:
+    """Draws from nothing in every way, so that kernels are built: other ones run for other batches."""
+    plain = Draw(temperature=1.0, top_k=None, top_p=1.0, number=0.5)
+    logits_1V = torch.zeros(1, vocab, device=device)
+    for draw in (None, plain, plain._replace(top_k=2, top_p=0.9)):
+        pick(logits_1V, [draw])
+
+
+def _mixed(word: int) -> int:
+    word &= _WORD
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _WORD
+    return word ^ (word >> 31)
+
+
+class Choosing(NamedTuple):
+    """How the token behind one row of logits is chosen; and how many alternatives are told with it, None for no logprob."""
+
+    draw: Draw | None = None
+    edit: Edit | None = None
+    given: int | None = None  # a token of the prompt: there is nothing to choose, and only its logprob is wanted
+    logprobs: int | None = None
+
+
+class Chosen(NamedTuple):
+    """A token, with its logprob where that was asked for."""
+
+    token: int
+    logprob: TokenLogprob | None = None
+
+
+class ChosenRows(Protocol):
+    """What was chosen from each row of a pass's logits, whoever chose."""
+
+    def of(self, row: int) -> Chosen | None:
+        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        ...
+
+
+WaitForChoices = Callable[[], ChosenRows]  # waits for the pass
+
+
+class Choices:
+    """What was chosen from each row of a pass's logits. Waits for the pass. Logprobs are the model's, before any edit."""
+
+    def __init__(self, logits_BV: torch.Tensor, choosing: Sequence[Choosing], pick: Pick, to_host: ToHost) -> None:
+        self._logits_BV = logits_BV
+        self._choosing = choosing
+        changed_BV = edited(logits_BV, [way.edit for way in choosing])
+        self.tokens = to_host(pick(changed_BV, [way.draw for way in choosing])).read()
+
+    @property
+    def tokens_alone(self) -> bool:
+        """Whether `tokens` is all that there is to tell: no logprob is asked for, and none of them was given."""
+        return all(way[2] is way[3] is None for way in self._choosing)  # given, logprobs
+
+    def of(self, row: int) -> Chosen | None:
+        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        way, token = self._choosing[row], self.tokens[row]
+        if token == UNSOUND:
+            return None
+        token = token if way.given is None else way.given
+        return Chosen(token=token, logprob=None if way.logprobs is None else _logprob(self._logits_BV[row], token, way.logprobs))
+
+
+def _logprob(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprob:
+    shares = logits_V.float().log_softmax(-1)
+    values, ids = shares.topk(min(count, len(shares))) if count else (shares[:0], shares[:0])
+    top = tuple((int(each), value) for each, value in zip(ids.tolist(), values.tolist(), strict=True))
+    rank = int((shares > shares[token]).sum()) + 1
+    return TokenLogprob(token=token, logprob=float(shares[token]), rank=rank, top=top)

@@ -32,9 +32,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     queue, wait = PageCopier.queue, LayerEvents.wait
     seen: list[bool] = []
 
-    def slowly(copier: PageCopier, routed: Routed, staged: StagedIds, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(SLOW)
+    def slowly(
+        copier: PageCopier, routed: Routed, staged: StagedIds | None = None, stream: torch.cuda.Stream | None = None
+    ) -> None:  # fmt: skip
+        if stream is not None:  # else a way to copy is being tried out
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(SLOW)
         queue(copier, routed, staged, stream)
 
     def noted(events: LayerEvents, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from server.serving import CONTEXT, MAX_BODY, NAME, Running, running
+from waiting import PATIENCE_S
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -201,6 +203,17 @@ def test_huge_bodies_are_refused(http: httpx.Client, client: openai.OpenAI) -> N
     response = http.post(COMPLETIONS, content=pieces(), headers={"content-type": "application/json"})
     assert response.status_code == 413 and "1.0 MiB" in error_of(response)["message"]
     assert error_of(response)["code"] == "body_too_large"
+
+
+def test_a_connection_whose_body_nobody_waits_for_is_closed(served: Running) -> None:
+    address = httpx.URL(served.address)
+    head = f"POST /nothing/here HTTP/1.1\r\nHost: {address.host}\r\nContent-Length: 1000\r\n\r\nsome of it"
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(head.encode())
+        answer = b""
+        while piece := connection.recv(4096):  # until the server closes it
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 404 ") and b"connection: close" in answer.lower()
 
 
 def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:

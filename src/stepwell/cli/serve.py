@@ -9,9 +9,12 @@ import gc
 import logging
 import os
 import secrets
+import signal
 import sys
+import threading
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from stepwell.base.config import MAX_PRIORITY
@@ -22,7 +25,7 @@ from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
-    from stepwell.server.access.principals import Secrets
+    from stepwell.server.access.principals import Secrets, Tenant
     from stepwell.server.access.tenants import TenantsFile
 
 log = logging.getLogger(__name__)
@@ -80,9 +83,9 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from stepwell.server.monitoring.log_lines import log_to
 
-    with log_to(sys.stderr, args.log_format):
+    with log_to(sys.stderr, args.log_format), _hang_ups(wanted=args.tenants is not None) as hung_up:
         try:
-            return _serve(args)
+            return _serve(args, hung_up)
         except StepwellError as error:
             if args.log_format == "text":
                 raise
@@ -90,7 +93,27 @@ def run(args: Namespace) -> int:
             return EXIT_USER_ERROR
 
 
-def _serve(args: Namespace) -> int:
+@contextmanager
+def _hang_ups(*, wanted: bool) -> Iterator[Callable[[], bool]]:
+    """Whether SIGHUP came since this was asked last; while a model loads too, for else the signal would end the server."""
+    came: list[int] = []
+    if not wanted or not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGHUP, lambda number, frame: came.append(number))
+
+    def asked() -> bool:
+        known = len(came)
+        del came[:known]
+        return known > 0
+
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     have_few_heaps()
     try:
         from stepwell.engine.building.build import open_and_build
@@ -141,7 +164,8 @@ def _serve(args: Namespace) -> int:
         ahead=None if roles is None else roles.ahead(offers),
         peers=None if roles is None else roles.peers_of(engine, config),
         traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
-        read_tenants=None if args.tenants is None else lambda: _tenants(args).tenants,
+        read_tenants=None if args.tenants is None else lambda: _tenants_again(args),
+        hung_up=hung_up,
     )
     started_s = None
     if engine.on_cuda:
@@ -202,6 +226,14 @@ def _tenants(args: Namespace) -> TenantsFile:
     from stepwell.server.access.tenants import TenantsFile, read_tenants
 
     return TenantsFile() if args.tenants is None else read_tenants(args.tenants, max_priority=args.max_priority)
+
+
+def _tenants_again(args: Namespace) -> Sequence[Tenant]:
+    """Raises ConfigError."""
+    read = _tenants(args)
+    for each in read.warnings:
+        log.warning("%s", each)
+    return read.tenants
 
 
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:

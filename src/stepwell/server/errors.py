@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, SERVER = "invalid_request_error", "authentication_error", "server_error"
 CLIENT_CLOSED = 499  # the client left before its answer: nobody reads it
-_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}  # of errors with such a status
 _SHOWN = 4  # of the ways in which one field is wrong
 _LONGEST_PATH = 200
 _LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
@@ -63,7 +62,7 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> ErrorResponse:
-        return answer(error, _HEADERS.get(error.status))
+        return answer(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
 
     @app.exception_handler(StepwellError)
     async def engines(request: Request, error: StepwellError) -> ErrorResponse:

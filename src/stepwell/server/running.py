@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -98,12 +96,14 @@ class ModelServer:
         peers: Peers | None = None,
         traces: Traces | None = None,
         read_tenants: Callable[[], Sequence[Tenant]] | None = None,
+        hung_up: Callable[[], bool] = lambda: False,
     ) -> None:
         """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
 
         `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `ahead` sends
         parts of what that computes; `peers` makes it a decode server, whose store is attached. `traces` gets a span of each
-        request, and is closed with the server. `read_tenants` says who they are by now, and raises ConfigError; asked at SIGHUP.
+        request, and is closed with the server. `read_tenants` says who they are by now, and raises ConfigError; it is asked
+        whenever `hung_up`, which is asked several times a second, says that it is time.
         """
         self._load = LoadMeter(engine)
         self._history = History(engine)
@@ -139,30 +139,14 @@ class ModelServer:
             traces=traces,
         )
         door = Door(engine.clock)
-        self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s)
+        self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s, hung_up)
+        self._server.on_hang_up = self.renew_tenants
         self._principals = principals
         self._read_tenants = read_tenants
+        self._renewing = threading.Lock()
 
     def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
-        if self._read_tenants is None:
-            self._run(taken, on_ready)
-            return
-        self._server.on_hang_up = self.renew_tenants
-        with _at_hang_up(self._server.hang_up):
-            self._run(taken, on_ready)
-
-    def renew_tenants(self) -> None:
-        """Reads again who the tenants are. Where that cannot be taken those of before stay, and the log says why. Any thread."""
-        assert self._read_tenants is not None, "this server has no tenants"
-        try:
-            change = self._principals.replace(self._read_tenants())
-        except ConfigError as error:
-            log.error("the tenants stay as they were: %s", error)
-        else:
-            log.info("tenants were read again", extra={"fields": change._asdict()})
-
-    def _run(self, taken: socket.socket, on_ready: Callable[[], None]) -> None:
         self._server.on_ready = on_ready
         self._server.on_patience_lost = self._loop.abort_all
         if self._events is not None:
@@ -188,6 +172,17 @@ class ModelServer:
             taken.close()
             log.info("stopped")
 
+    def renew_tenants(self) -> None:
+        """Reads again who the tenants are. Where that cannot be taken those of before stay, and the log says why. Any thread."""
+        assert self._read_tenants is not None, "this server has no tenants"
+        with self._renewing:  # what was read last counts last
+            try:
+                change = self._principals.replace(self._read_tenants())
+            except ConfigError as error:
+                log.error("the tenants stay as they were: %s", error)
+            else:
+                log.info("tenants were read again", extra={"fields": change._asdict()})
+
     def _after_step(self, deltas: Sequence[Delta]) -> None:
         self._load.after_step(deltas)
         self._history.after_step(deltas)
@@ -198,19 +193,6 @@ class ModelServer:
     def stop(self) -> None:
         """Ends `run` once running answers have finished, or had their time. From any thread; a second call ends them at once."""
         self._server.stop()
-
-
-@contextmanager
-def _at_hang_up(call: Callable[[], None]) -> Iterator[None]:
-    """Has it called at SIGHUP, where this is the thread that is told of signals and the system has that one."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGHUP"):
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, lambda number, frame: call())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 def _config(app: FastAPI) -> uvicorn.Config:
@@ -234,21 +216,17 @@ class _Server(uvicorn.Server):
     on_patience_lost: Callable[[], None]
     on_hang_up: Callable[[], None]
 
-    def __init__(self, config: uvicorn.Config, door: Door, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, door: Door, drain_s: float, hung_up: Callable[[], bool]) -> None:
         super().__init__(config)
+        self._hung_up = hung_up
         self._door = door
         self._drain_s = drain_s
         self._at_once = False
         self._said = False  # in the log, that it stops
-        self._hung_up = False
 
     def stop(self) -> None:
         self._at_once = self._door.closed_at_s is not None
         self._door.close()
-
-    def hang_up(self) -> None:
-        """Has `on_hang_up` called soon, and not here: this is the middle of anything."""
-        self._hung_up = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """At SIGINT and SIGTERM. Signals are not raised again afterwards: the engine is still to be closed."""
@@ -260,8 +238,7 @@ class _Server(uvicorn.Server):
             self.on_ready()
 
     async def on_tick(self, counter: int) -> bool:
-        if self._hung_up:
-            self._hung_up = False
+        if self._hung_up():
             asyncio.get_running_loop().run_in_executor(None, self.on_hang_up)  # files may be slow
         if self._door.closed_at_s is not None and not self._said:  # not in `stop`: a signal may come in the middle of a line
             self._said = True

@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
 _PRINCIPAL = "stepwell.principal"
+_CLOSE = {"Connection": "close"}  # what is left of a body would hold the connection
 _TOO_LARGE, _TOO_SLOW = "body_too_large", "body_timeout"
-IDLE_S = 30.0  # that a client which has not sent all of a body may be silent
+IDLE_S, MOST_S = 30.0, 600.0  # that a client which has not sent all of a body may be silent, and that a body may take
+_LEFT_S = 1.0  # of silence, after which what is left of a body is not read before an answer that has not asked for it
 _LONGEST_PATH = 100  # in a line of the log
 _READ_TIMES = 4  # a client that is still sending may miss the answer: so much more than the limit is read, and dropped
 
@@ -70,7 +72,7 @@ class Doorway:
         sending = self._noted(scope, send)
         if self._door.closed_at_s is not None and scope["path"] not in _ALWAYS_OPEN:
             error = ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
-            await ErrorResponse(error.body(), status_code=503, headers={"Connection": "close"})(scope, receive, sending)
+            await ErrorResponse(error.body(), status_code=503, headers=_CLOSE)(scope, receive, sending)
             return
         self._door.num_inside += 1
         try:
@@ -117,7 +119,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._names and _name(Headers(scope=scope).get("host", "")) not in self._names:
             error = ApiError(421, "this server does not go by that name; start it with --allow-host NAME", code="unknown_host")
-            await ErrorResponse(error.body(), status_code=error.status)(scope, receive, send)
+            await ErrorResponse(error.body(), status_code=error.status, headers=_CLOSE)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -133,29 +135,29 @@ class BodyLimit:
     come: a server has so many connections. An ASGI application.
     """
 
-    def __init__(self, app: ASGIApp, max_bytes: int, idle_s: float = IDLE_S) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, idle_s: float = IDLE_S, most_s: float = MOST_S) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._idle_s = idle_s
+        self._most_s = most_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif _declared(scope) > self._max_bytes:
-            with suppress(ApiError):  # it gets its answer sooner then
-                await self._drop(receive)
+            return
+        body = _Body(receive, self._idle_s, self._most_s, is_whole=not _has_body(scope))
+        if _declared(scope) > self._max_bytes:
             error = ApiError(413, self._message(), code=_TOO_LARGE)
-            await ErrorResponse(error.body(), status_code=413, headers={"Connection": "close"})(scope, receive, send)
+            await ErrorResponse(error.body(), status_code=413)(scope, receive, self._answering(body, send, self._idle_s))
         else:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, self._counted(body), self._answering(body, send, _LEFT_S))
 
-    def _counted(self, receive: Receive) -> Receive:
-        taken, is_whole = 0, False
+    def _counted(self, body: _Body) -> Receive:
+        taken = 0
 
         async def take() -> Message:
-            nonlocal taken, is_whole
-            message = await (receive() if is_whole else self._in_time(receive))
-            is_whole = not message.get("more_body", False)
+            nonlocal taken
+            message = await body.receive()
             taken += len(message.get("body", b""))
             if taken > self._max_bytes:
                 raise ApiError(413, self._message(), code=_TOO_LARGE)
@@ -163,23 +165,60 @@ class BodyLimit:
 
         return take
 
-    async def _drop(self, receive: Receive) -> None:
-        dropped = 0
-        while dropped <= self._max_bytes * _READ_TIMES:
-            message = await self._in_time(receive)
-            dropped += len(message.get("body", b""))
-            if message["type"] != "http.request" or not message.get("more_body", False):
-                return
+    def _answering(self, body: _Body, send: Send, silent_s: float) -> Send:
+        """An answer that has not asked for the whole body: what comes of that soon is read and dropped, since a client that is
+        still sending may miss it, and where more is left no other request can follow on the connection.
+        """
 
-    async def _in_time(self, receive: Receive) -> Message:
-        try:
-            return await asyncio.wait_for(receive(), self._idle_s)
-        except asyncio.TimeoutError:
-            why = f"nothing more of the body came for {self._idle_s:g} s"
-            raise ApiError(408, why, code=_TOO_SLOW) from None
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start" and not body.is_whole:
+                await body.drop(self._max_bytes * _READ_TIMES, min(silent_s, self._idle_s))
+                if not body.is_whole:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
+        return sending
 
     def _message(self) -> str:
         return f"the body is larger than the {format_bytes(self._max_bytes)} this server takes"
+
+
+class _Body:
+    """What a client sends of one body, and whether that was all."""
+
+    def __init__(self, receive: Receive, idle_s: float, most_s: float, *, is_whole: bool) -> None:
+        self.is_whole = is_whole
+        self._receive = receive
+        self._idle_s = idle_s
+        self._most_s = most_s
+        self._since_s: float | None = None  # when somebody first asked for it
+
+    async def receive(self) -> Message:
+        """The next of it, or once it is whole whatever comes. Raises ApiError where nothing comes in time."""
+        return await (self._receive() if self.is_whole else self._in_time(self._idle_s))
+
+    async def drop(self, most_bytes: int, silent_s: float) -> None:
+        """Reads on until it is whole, is more than so many bytes, or nothing comes for so long."""
+        dropped = 0
+        with suppress(ApiError):
+            while not self.is_whole and dropped <= most_bytes:
+                dropped += len((await self._in_time(silent_s)).get("body", b""))
+
+    async def _in_time(self, silent_s: float) -> Message:
+        now_s = asyncio.get_running_loop().time()
+        self._since_s = now_s if self._since_s is None else self._since_s
+        wait_s = min(silent_s, self._since_s + self._most_s - now_s)
+        try:
+            message = await asyncio.wait_for(self._receive(), max(wait_s, 0.0))
+        except asyncio.TimeoutError:
+            why = f"the body did not come in time: nothing for {silent_s:g} s, or not all of it in {self._most_s:g} s"
+            raise ApiError(408, why, code=_TOO_SLOW) from None
+        self.is_whole = not message.get("more_body", False)
+        return message
+
+
+def _has_body(scope: Scope) -> bool:
+    return _declared(scope) > 0 or any(name == b"transfer-encoding" for name, _ in scope["headers"])
 
 
 def _declared(scope: Scope) -> int:

@@ -86,6 +86,7 @@ class Principals:
             self._others.append((sha256(secrets.api_key.encode()).digest(), self._everybody))
         self._holders = self._with(tenants)
         self._tenants = {str(tenant.principal.name): tenant.principal for tenant in tenants}
+        self._gone: dict[str, Principal] = {}  # by name, of tenants that were there since the start
         self._quotas = {name: _quotas(each) for name, each in self._tenants.items()}
         self._open = secrets.api_key is None and not tenants
 
@@ -101,6 +102,7 @@ class Principals:
         holders, before = self._with(tenants), {principal.name: (key, principal) for key, principal in self._holders}
         after = {each.principal.name: (each.key_sha256, each.principal) for each in tenants}
         gone = self._tenants.keys() - after.keys()
+        self._gone = {**self._gone, **{name: self._tenants[name] for name in gone}}
         self._tenants = {str(name): principal for name, (_, principal) in after.items()}
         self._holders = holders
         changed = sum(name in before and before[name] != each for name, each in after.items())
@@ -126,7 +128,8 @@ class Principals:
         return found
 
     def tenant(self, name: str) -> Principal | None:
-        return self._tenants.get(name)
+        """By its name. One that is gone has no key, but what it left may still have to be flushed."""
+        return self._tenants.get(name) or self._gone.get(name)
 
     @property
     def memory_quotas(self) -> dict[str, float]:

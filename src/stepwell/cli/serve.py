@@ -97,7 +97,7 @@ def run(args: Namespace) -> int:
 def _hang_ups(*, wanted: bool) -> Iterator[Callable[[], bool]]:
     """Whether SIGHUP came since this was asked last; while a model loads too, for else the signal would end the server."""
     came: list[int] = []
-    if not wanted or not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
+    if not wanted or threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     before = signal.signal(signal.SIGHUP, lambda number, frame: came.append(number))

@@ -1,6 +1,6 @@
 """Small models of random weights that speak as the served families do: with their tokens, turns, and calls as they write them.
 
-Templates are the tests' own, and shorter than those of the models.
+Templates are the tests' own, and shorter than those of the models, but refuse what those refuse.
 """
 
 # ruff: noqa: E501 -- templates
@@ -45,6 +45,7 @@ class Family:
 
 
 _JSON = '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+_NINE = "{% if ID is not defined or ID | length != 9 %}{{ raise_exception('ids should be of length 9') }}{% endif %}"
 _CHATML = "<|im_start|>{{ message.role }}\n{{ message.content }}"
 _DEEPSEEK = "<｜{{ 'User' if message.role == 'user' else 'Assistant' }}｜>{{ message.content }}"
 _DEEPSEEK_TOKENS = (
@@ -67,6 +68,21 @@ FAMILIES = {
         plain=("<tool_call>", "</tool_call>"), opening="<|im_start|>assistant\n", names=("hermes", None),
         call="<tool_call>\n<function={{ call.function.name }}>\n</function>\n</tool_call>",
     ),
+    "glm": Family(
+        tokens=("<|user|>", "<|assistant|>", "<|observation|>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>",
+                "<arg_value>", "</arg_value>", "<think>", "</think>"), end="<|user|>",
+        plain=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<think>", "</think>"),
+        turn="<|{{ message.role }}|>\n{{ message.content }}", opening="<|assistant|>\n<think></think>",
+        call="\n<tool_call>{{ call.function.name }}\n{% for key, value in call.function.arguments.items() %}<arg_key>{{ key }}</arg_key>\n"
+        "<arg_value>{{ value if value is string else value | tojson }}</arg_value>\n{% endfor %}</tool_call>", names=("glm", "think"),
+    ),
+    "llama3.2": Family(
+        tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), end="<|eot_id|>", names=("llama3", None),
+        turn="{# {\"name\": function name, \"parameters\": dictionary of argument name and its value} #}"
+        "{% if 'tool_calls' in message and message.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+        "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}",
+        call=_JSON.replace('"arguments"', '"parameters"'), opening="<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
     "llama3": Family(
         tokens=("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"), end="<|eot_id|>",
         turn="<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content }}{# <|python_tag|> #}",
@@ -79,8 +95,10 @@ FAMILIES = {
         call="[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}", names=("mistral", None),
     ),
     "mistral list": Family(
-        tokens=("[INST]", "[/INST]", "[TOOL_CALLS]", "</s>"), end="</s>", call=_JSON, calls=("[TOOL_CALLS][", ", ", "]"),
-        turn="{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}{% endif %}",
+        tokens=("[INST]", "[/INST]", "[TOOL_CALLS]", "</s>"), end="</s>", calls=("[TOOL_CALLS][", ", ", "]"),
+        call=_NINE.replace("ID", "call.id") + _JSON[:-1] + ', "id": "{{ call.id }}"}',
+        turn="{% if message.role == 'user' %}[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}{% endif %}"
+        "{% if message.role == 'tool' %}" + _NINE.replace("ID", "message.tool_call_id") + "{% endif %}",
         names=("mistral", None),
     ),
     "deepseek v3": Family(
@@ -110,9 +128,11 @@ FAMILIES = {
     ),
     "gpt-oss": Family(
         tokens=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>"), end="<|call|>",
-        turn="<|start|>{{ message.role }}{% if not message.tool_calls %}<|message|>{{ message.content }}{% endif %}",
-        call="<|channel|>commentary to=functions.{{ call.function.name }} <|constrain|>json<|message|>"
-        "{{ call.function.arguments | tojson }}", opening="<|start|>assistant", names=("harmony", "harmony"),
+        turn="{% if message.thinking and message.content and 'tool_calls' in message %}{{ raise_exception('not both') }}{% endif %}"
+        "{% if message.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ message.thinking }}<|end|>{% endif %}"
+        "<|start|>{{ message.role }}{% if 'tool_calls' in message %}{% set call = message.tool_calls[0] %} to=functions."
+        "{{ call.function.name }}<|channel|>commentary json<|message|>{{ call.function.arguments | tojson }}"
+        "{% else %}<|message|>{{ message.content }}{% endif %}", opening="<|start|>assistant", names=("harmony", "harmony"),
     ),
     "gemma": Family(
         tokens=("<start_of_turn>", "<end_of_turn>"), end="<end_of_turn>\n", opening="<start_of_turn>model\n", names=("gemma", None),

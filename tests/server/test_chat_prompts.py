@@ -105,3 +105,43 @@ def test_a_template_that_refuses_says_why() -> None:
     with pytest.raises(ApiError, match="users speak last") as caught:
         chat_prompt(served(STRICT), [SYSTEM], None)
     assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_ids_of_calls_are_nine_letters_and_digits_where_templates_of_mistral_take_no_others() -> None:
+    template = (
+        "{% for message in messages %}{% for call in message.tool_calls or [] %}[TOOL_CALLS]{{ call.id }}{% endfor %}"
+        "{% if message.tool_call_id %}={{ message.tool_call_id }};{% endif %}{% endfor %}"
+    )
+
+    def shown(*ids: str) -> list[str]:
+        called = {"role": "assistant", "tool_calls": [{"id": each, "function": {"name": "f", "arguments": "{}"}} for each in ids]}
+        told = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ids]
+        prompt = byte_tokenizer().decode(chat_prompt(served(template), [called, *told], None)[0])
+        begun, _, ended = prompt.partition("=")
+        assert begun.split("[TOOL_CALLS]")[1:] == ended.replace("=", "").split(";")[:-1]
+        return begun.split("[TOOL_CALLS]")[1:]
+
+    assert shown("aB3dE6gH9") == ["aB3dE6gH9"], "as the model made it"
+    made = shown("call_" + "0" * 24, "call_" + "0" * 23 + "1", "", "nine-chrs")
+    assert len(set(made)) == 4 and all(len(each) == 9 and each.isalnum() for each in made)
+    assert made == shown("call_" + "0" * 24, "call_" + "0" * 23 + "1", "", "nine-chrs"), "or the next prompt is another"
+
+
+def test_what_a_client_sends_back_without_a_value_does_not_reach_templates() -> None:
+    template = "{% for message in messages %}{% for key in message %}{{ key }} {% endfor %}{% endfor %}{# tool_calls #}"
+    for calls in (None, []):
+        message = {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": calls, "name": "x"}
+        tokens, _ = chat_prompt(served(template), [message], None)
+        assert sorted(byte_tokenizer().decode(tokens).split()) == ["content", "name", "role"]
+
+
+def test_reasoning_reaches_templates_that_call_it_thinking() -> None:
+    template = "{% for message in messages %}{{ message.thinking or '-' }}{% endfor %}{# tool_calls #}"
+    call = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    said = [
+        {"role": "assistant", "content": "7", "reasoning_content": "Hm."},
+        {"role": "assistant", "content": "", "reasoning_content": "So.", "tool_calls": [call]},
+        {"role": "assistant", "content": "Look:", "reasoning_content": "Not both.", "tool_calls": [call]},
+        {"role": "assistant", "content": "8", "reasoning_content": "Other.", "thinking": "Own."},
+    ]
+    assert byte_tokenizer().decode(chat_prompt(served(template), said, None)[0]) == "Hm.So.-Own."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import httpx
@@ -86,7 +87,8 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event() -> None:
         served.audit()
 
 
-def test_an_answer_under_way_is_ended_when_its_time_is_up() -> None:
+def test_an_answer_under_way_is_ended_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="stepwell")
     with running(serving={"request_timeout_s": 3.0}) as served:
         step = served.engine.step
 
@@ -99,6 +101,11 @@ def test_an_answer_under_way_is_ended_when_its_time_is_up() -> None:
         assert late.status_code == 200 and late.text.count('"text"') > 1  # tokens came
         assert '"code":"request_timeout"' in late.text and "[DONE]" not in late.text
         served.audit()
+        page = httpx.get(f"{served.address}/metrics", timeout=PATIENCE_S).text
+    assert 'stepwell_requests_total{outcome="timeout"} 1.0' in page and 'stepwell_requests_total{outcome="abort"} 0.0' in page
+    assert 'stepwell_http_errors_total{status="504"} 1.0' in page, "though the stream began with 200"
+    lines = {each.getMessage(): each.fields for each in caplog.records if hasattr(each, "fields")}
+    assert lines["request ended"]["finish"] == "timeout" and lines["error sent"]["status"] == 504
 
 
 def test_a_request_that_the_engine_has_not_even_taken_ends_in_time_too() -> None:

@@ -41,8 +41,8 @@ def configure(parser: ArgumentParser) -> None:
     answer_options.configure(parser)
     parser.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
-        help="how the model writes calls of tools: hermes, llama3, mistral, deepseek, kimi, kimi3, harmony, gemma, "
-        "gemma4, none (default: auto)",
+        help="how the model writes calls of tools: hermes, glm, llama3, mistral, deepseek, kimi, kimi3, harmony, "
+        "gemma, gemma4, none (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME",

@@ -28,6 +28,12 @@ def _qwen(name: str, arguments: Arguments) -> str:
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def _glm(name: str, arguments: Arguments) -> str:
+    values = {key: value if isinstance(value, str) else dumped(value) for key, value in arguments.items()}
+    inner = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items())
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
 def _dsml(name: str, arguments: Arguments) -> str:
     inner = ""
     for key, value in arguments.items():
@@ -59,6 +65,7 @@ def _gemma4_value(value: Any) -> str:
 FORMS: dict[str, tuple[str, Callable[[str, Arguments], str]]] = {
     "hermes": ("hermes", lambda name, given: f"<tool_call>\n{dumped({'name': name, 'arguments': given})}\n</tool_call>"),
     "qwen-coder": ("hermes", _qwen),
+    "glm": ("glm", _glm),
     "llama3": ("llama3", lambda name, given: dumped({"name": name, "parameters": given})),
     "mistral list": ("mistral", lambda name, given: f"[TOOL_CALLS][{dumped({'name': name, 'arguments': given})}]"),
     "mistral": ("mistral", lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{dumped(given)}"),

@@ -135,6 +135,7 @@ class Finish(Enum):
     STOP = "stop"  # the model ended its answer, or a stop string came
     LENGTH = "length"
     ABORTED = "abort"
+    LATE = "timeout"  # whoever asked had given it so long: aborted too
     FAILED = "error"
 
 

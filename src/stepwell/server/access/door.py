@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
-_PRINCIPAL = "stepwell.principal"
+_PRINCIPAL, _FAILED = "stepwell.principal", "stepwell.failed"
 _CLOSE = {"Connection": "close"}  # what is left of a body would hold the connection
 _TOO_LARGE, _TOO_SLOW = "body_too_large", "body_timeout"
 IDLE_S, MOST_S = 30.0, 600.0  # that a client which has not sent all of a body may be silent, and that a body may take
@@ -79,16 +79,21 @@ class Doorway:
             await self._app(scope, receive, sending)
         finally:
             self._door.num_inside -= 1
+            if _FAILED in scope:
+                self._note(scope, scope[_FAILED])
 
     def _noted(self, scope: Scope, send: Send) -> Send:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400 and message["status"] != CLIENT_CLOSED:
-                self._on_error(message["status"])
-                if scope["path"] not in _ALWAYS_OPEN:  # probes ask all the time: an error of theirs is an answer
-                    self._log(scope, message["status"])
+                self._note(scope, message["status"])
             await send(message)
 
         return sending
+
+    def _note(self, scope: Scope, status: int) -> None:
+        self._on_error(status)
+        if scope["path"] not in _ALWAYS_OPEN:  # probes ask all the time: an error of theirs is an answer
+            self._log(scope, status)
 
     def _log(self, scope: Scope, status: int) -> None:
         """Why is left out: that may quote what the client sent."""
@@ -102,6 +107,11 @@ class Doorway:
 def arrived_s(request: Request) -> float:
     """When a request came to the door, by the engine's clock."""
     return float(request.scope[_ARRIVED])
+
+
+def note_error(scope: Scope, status: int) -> None:
+    """A stream has ended with an error, when another status was long out."""
+    scope[_FAILED] = status
 
 
 class HostCheck:

@@ -25,13 +25,13 @@ from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
 from stepwell.engine.running.runner import RANK_LOST
 from stepwell.engine.sampling.edits import OFF_GRAMMAR
 from stepwell.engine.scheduling.scheduler import NO_ROOM
+from stepwell.server.access.door import note_error
 from stepwell.server.errors import SERVER, ApiError, api_error
 from stepwell.server.monitoring.activity_log import log_ended
 from stepwell.server.served import Served
 
 log = logging.getLogger(__name__)
 
-_LATE = "request_timeout"
 _FAILED = "the engine failed on this request; the log says why"
 # Reasons that are the request's own and say what to do, with their codes; others may be texts of exceptions, also about somebody
 # else's request.
@@ -59,6 +59,7 @@ class Answers:
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
         self._late = False
+        self.failed: int | None = None  # the status of the error that they ended with
         self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
@@ -81,17 +82,10 @@ class Answers:
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
             self._on_begun()
-            if delta.error == _LATE:
-                raise self._too_late()
-            if delta.error in _ASKED_TOO_MUCH:
-                raise ApiError(400, delta.error, code=_ASKED_TOO_MUCH[delta.error])
-            if delta.finish is Finish.FAILED:
-                log.error("request %s could not be finished: %s", self._id, delta.error)
-                if (delta.error or "").startswith(RANK_LOST):
-                    raise ApiError(503, str(delta.error), type=SERVER, code="unavailable")
-                raise ApiError(500, _FAILED, type=SERVER, code="engine_error")
-            if delta.finish is Finish.ABORTED:
-                raise ApiError(503, "the server is stopping", type=SERVER, code="unavailable")
+            error = self._error_of(delta)
+            if error is not None:
+                self.failed = error.status
+                raise error
             if delta.usage is not None:
                 self._usages[index] = delta.usage
             yield index, delta
@@ -126,15 +120,32 @@ class Answers:
             if index not in self._usages and not future.cancel():
                 future.add_done_callback(self._abort)
 
+    def _error_of(self, delta: Delta) -> ApiError | None:
+        """Why an answer cannot be finished; None where it goes on, or has ended as it should."""
+        if delta.finish is Finish.LATE:
+            return self._too_late()
+        if delta.error in _ASKED_TOO_MUCH:
+            return ApiError(400, delta.error, code=_ASKED_TOO_MUCH[delta.error])
+        if delta.finish is Finish.FAILED:
+            log.error("request %s could not be finished: %s", self._id, delta.error)
+            if (delta.error or "").startswith(RANK_LOST):
+                return ApiError(503, str(delta.error), type=SERVER, code="unavailable")
+            return ApiError(500, _FAILED, type=SERVER, code="engine_error")
+        if delta.finish is Finish.ABORTED:
+            return ApiError(503, "the server is stopping", type=SERVER, code="unavailable")
+        return None
+
     def _expire(self) -> None:
         """Time is up. What was added before is still told; the engine computes nothing more of it."""
         self._late = True
-        self._deltas.put_nowait((0, Delta(request=0, finish=Finish.ABORTED, error=_LATE)))
+        self._deltas.put_nowait((0, Delta(request=0, finish=Finish.LATE)))
         self.close()
 
     def _too_late(self) -> ApiError:
         limit = f"the {self._served.request_timeout_s:g} s that this server gives a request (--request-timeout)"
-        return ApiError(504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code=_LATE)
+        return ApiError(
+            504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code="request_timeout"
+        )
 
     def _abort(self, future: Future[int]) -> None:
         if not future.cancelled() and future.exception() is None:
@@ -146,6 +157,8 @@ class Answers:
 
         def listen(delta: Delta) -> None:
             try:
+                if self._late and delta.finish is Finish.ABORTED:
+                    delta = replace(delta, finish=Finish.LATE)
                 if delta.finish is not None:
                     metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
                     log_ended(self._id, choice, ask, delta)
@@ -169,6 +182,8 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._answers.close()
+            if self._answers.failed is not None:
+                note_error(scope, self._answers.failed)
 
 
 async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None:

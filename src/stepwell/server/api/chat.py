@@ -7,10 +7,12 @@ checkpoint, and the engine is told.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+import xxhash
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
@@ -32,6 +34,8 @@ _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_MODEL = "or serve a model whose template does"
 _END = "<|the end of the message that is continued|>"
+_MISTRAL = "TOOL_CALLS"  # stands in its templates
+_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
 _PROBE = {"role": "user", "content": "?"}  # for templates that refuse to render a system prompt alone
 
 Message = Mapping[str, Any]
@@ -125,6 +129,8 @@ def chat_prompt(
         error = f"this model's chat template does not know tools: {what}"
         raise ApiError(400, error, param="tools", code="unsupported_parameter")
     plain = [_plain(served, number, message) for number, message in enumerate(messages)]
+    if served.chat.mentions(_MISTRAL):
+        plain = [_with_short_ids(message) for message in plain]
     prompt = _prompt(served, plain, tools, options, ending)
     tokens = served.encode(prompt, param="messages")
     leading = plain[:1] if plain[0]["role"] in _LEADING else []
@@ -207,8 +213,13 @@ def _plain(served: Served, number: int, message: Message) -> Message:
         raise ApiError(400, f"{place}: content must be text, or a list of parts of type text", param="messages")
     if role == "developer" and "developer" not in served.chat.source:
         role = "system"
-    plain = {**message, "role": role, "content": content}
+    plain = {key: value for key, value in message.items() if value is not None}  # clients send back all that an answer had
+    plain |= {"role": role, "content": content}
+    thought = plain.get("reasoning_content")
+    if isinstance(thought, str) and served.chat.mentions("thinking") and not (calls and content):
+        plain.setdefault("thinking", thought)  # as gpt-oss has it, whose calls have that or content
     if not calls:
+        plain.pop("tool_calls", None)  # templates ask whether there is such a list, not what is in it
         return plain
     if not served.chat.mentions("tool_calls"):
         what = f"write them into its content ({_OTHER_MODEL})"
@@ -235,6 +246,20 @@ def _call(place: str, call: Any) -> Any:
     except (ValueError, RecursionError):
         return call  # what a model wrote, whole or not
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Calls of tools, and what answers them, by ids of nine letters and digits: templates of Mistral take no others."""
+    made = dict(message)
+    if isinstance(made.get("tool_call_id"), str):
+        made["tool_call_id"] = _short(made["tool_call_id"])
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [{**call, "id": _short(str(call.get("id", number)))} for number, call in enumerate(calls)]
+    return made
+
+
+def _short(id: str) -> str:
+    return id if _SHORT_ID.fullmatch(id) else xxhash.xxh3_128_hexdigest(id.encode(errors="surrogatepass"))[:9]
 
 
 def _with_texts(message: Message) -> Message:

@@ -12,7 +12,7 @@ from stepwell.server.api.parsing.harmony import HARMONY_MARKERS, HarmonyParser
 from stepwell.server.api.parsing.pieces import Parser
 from stepwell.server.api.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
 from stepwell.server.api.parsing.source import Texts
-from stepwell.server.api.parsing.tags import gemma4, kimi3
+from stepwell.server.api.parsing.tags import gemma4, glm, kimi3
 
 _PROMPT_END = 16  # tokens
 HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says
@@ -23,6 +23,9 @@ NO_TEXTS: Texts = {}
 
 TOOLS: Mapping[str, Blocks] = {
     "hermes": Blocks(closes={"<tool_call>": "</tool_call>"}, read=hermes),
+    "glm": Blocks(
+        closes={"<tool_call>": "</tool_call>"}, read=glm, inside=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
     "llama3": Blocks(closes={"<|python_tag|>": None}, read=json_answer, starts=("{",)),
     "mistral": Blocks(closes={"[TOOL_CALLS]": None}, read=mistral, parts=("[TOOL_CALLS]",), inside=("[ARGS]", "[CALL_ID]")),
     "deepseek": Blocks(
@@ -57,6 +60,7 @@ TOOL_NAMES, REASONING_NAMES = (*TOOLS, HARMONY), (*REASONING, HARMONY)
 
 # What stands in the template of a family that writes so; the first that is found counts.
 _TOOL_SIGNS = {
+    "<arg_key>": "glm",
     "<|tool_calls_section_begin|>": "kimi",
     "<|open|>": "kimi3",
     "<|tool_call>": "gemma4",
@@ -67,6 +71,7 @@ _TOOL_SIGNS = {
     "<|channel|>": HARMONY,
     "<tool_call>": "hermes",
     "<|python_tag|>": "llama3",
+    '"parameters": dictionary of argument name': "llama3",  # 3.2 has no tag, and says that in its prompt
     "<start_of_turn>": "gemma",
 }
 _REASONING_SIGNS = {

@@ -13,6 +13,7 @@ from stepwell.server.api.parsing.pieces import Call
 from stepwell.server.api.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
 
 _GEMMA_QUOTES = ('<|"|>', "<escape>")
+_NAME = re.compile(r"[^\s<>{}\[\]\"]+")
 _ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')  # looked for once in each word, so that long ones take no longer
 
 
@@ -113,6 +114,31 @@ def _parameters(source: Source, are_text: frozenset[str]) -> Reading[None]:
         comma, marker = ", ", marker.strip()
         if marker == behind:
             marker = yield from source.next_tag(begin, end, or_end=True)
+
+
+def glm(source: Source, texts: Texts) -> Reading[None]:
+    """`name<arg_key>key</arg_key><arg_value>value</arg_value>`, with line ends between or without. The schema says which values
+    are text.
+    """
+    head, tag = yield from source.until("<arg_key>", or_end=True)
+    name = head.strip()
+    if not _NAME.fullmatch(name):
+        raise ValueError("a call without a name")
+    yield Call(name=name, arguments="{")
+    comma, are_text = "", texts.get(name, frozenset())
+    while tag:
+        key, _ = yield from source.until("</arg_key>")
+        prefix, comma = f"{comma}{_quoted(key.strip())}: ", ", "
+        yield from source.next_tag("<arg_value>")
+        if key.strip() in are_text:
+            yield Call(arguments=f'{prefix}"')
+            yield from source.text("</arg_value>")
+            yield Call(arguments='"')
+        else:
+            value, _ = yield from source.raw("</arg_value>")
+            yield Call(arguments=prefix + _as_json(value))
+        tag = yield from source.next_tag("<arg_key>", or_end=True)
+    yield Call(arguments="}", ends=True)
 
 
 def gemma4(source: Source, texts: Texts) -> Reading[None]:

@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-checkpoints bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers build-kernels bench-serve soak
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-checkpoints bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers bench-guided build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -102,22 +102,25 @@ unit: $(STAMP) ## Tests alone, one process a core (WORKERS=N, 0 for none)
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 bench-tree: $(STAMP) ## Lookup, commit and eviction beside SGLang's trees (if installed)
-	@$(BIN)/python benchmarks/bench_tree.py
+	@$(BIN)/python benchmarks/bench_tree.py $(ARGS)
 
 bench-copies: $(STAMP) ## Page copies between host and device
-	@$(BIN)/python benchmarks/bench_copies.py
+	@$(BIN)/python benchmarks/bench_copies.py $(ARGS)
 
-bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Mooncake (as far as installed)
-	@$(BIN)/python benchmarks/bench_store.py
+bench-store: $(STAMP) ## The stores beside the disk, SGLang's files and raw Mooncake, as far as installed (ARGS="--ours")
+	@$(BIN)/python benchmarks/bench_store.py $(ARGS)
 
 bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, and decoding beside transformers
-	@$(BIN)/python benchmarks/bench_engine.py
+	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
 bench-passes: $(STAMP) ## What the host does between passes of prompts, with and without tiers, beside a device that is only played
 	@$(BIN)/python benchmarks/bench_passes.py $(ARGS)
 
 bench-answers: $(STAMP) ## What answers in the cache save agents whose next prompt repeats them, in a made-up loop (some minutes)
 	@$(BIN)/python benchmarks/bench_answers.py $(ARGS)
+
+bench-guided: $(STAMP) ## What grammars and their masks cost by llguidance and by xgrammar (it says how to install that)
+	@$(BIN)/python benchmarks/bench_guided.py $(ARGS)
 
 build-kernels: $(STAMP) ## Compile FlashInfer's kernels for bench-gpu and tests/gpu side by side (needs stepwell[cuda] and nvcc)
 	@$(BIN)/python benchmarks/build_kernels.py
@@ -129,7 +132,7 @@ bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLan
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
 bench-rows: $(STAMP) ## What rows in eight bits lose, beside bf16
-	@$(BIN)/python benchmarks/bench_rows.py
+	@$(BIN)/python benchmarks/bench_rows.py $(ARGS)
 
 bench-checkpoints: $(STAMP) ## What checkpoints in eight bits do to logits, and what lossless packing would give (ARGS="--model PATH")
 	@$(BIN)/python benchmarks/bench_checkpoints.py $(ARGS)
@@ -145,7 +148,7 @@ bench-ranks: $(STAMP) ## What messages to two ranks add to a step; bytes per tok
 	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.bytes_per_token
 
 bench-opening: $(STAMP) ## How long a log of a million values takes to open, also after kill -9 (5 GB of disk)
-	@$(BIN)/python benchmarks/bench_opening.py
+	@$(BIN)/python benchmarks/bench_opening.py $(ARGS)
 
 bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over beside raw Mooncake, hits behind a router (ARGS="--trace FILE --only transfer")
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
@@ -158,7 +161,7 @@ soak: $(STAMP) ## Two servers over one log asked for 30 minutes while stores and
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake; bytes per token and checkpoint
-	@$(BIN)/python benchmarks/bench_restart.py
+	@$(BIN)/python benchmarks/bench_restart.py $(ARGS)
 
 policy-report: $(STAMP) ## Every policy beside fixed rules and an offline reference (TRACES="..." JOBS=N ARGS="--requests 5000")
 	@$(BIN)/python benchmarks/policy_report.py $(if $(TRACES),--traces $(TRACES)) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)

@@ -1,16 +1,19 @@
 """What guided decoding costs by each of two libraries: grammars made ready, and the mask of each next token.
 
-    python benchmarks/bench_guided.py
+    make bench-guided        prints a line for each library and kind of grammar
 
-A vocabulary of 128,000 made-up words, one document of JSON fed token by token. Needs llguidance and xgrammar installed.
+A vocabulary of 128,000 made-up words, one document of JSON fed token by token. Both libraries have to be installed: it says how.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import tokenizers
 
@@ -27,6 +30,7 @@ DOCUMENT = json.dumps(
     {f"field_{at}": "some words of text" for at in range(8)} | {"tags": ["red", "blue"], "point": {"x": 1.5, "y": -20}},
     separators=(", ", ": "),
 )
+LIBRARIES = ("llguidance", "xgrammar")
 REGEX = r"\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}(\.\d+)?(Z|[+-]\d{2}:\d{2})"
 STAMP = "2026-11-17T16:00:00.125+01:00"
 
@@ -90,6 +94,10 @@ def by_xgrammar(tokenizer: tokenizers.Tokenizer, vocab: list[str], eos: int) -> 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    if missing := [name for name in LIBRARIES if find_spec(name) is None]:
+        wanted = " ".join(missing)
+        sys.exit(f"not installed: {wanted}; {sys.executable} -m pip install --constraint constraints.txt {wanted}")
     vocab = words(VOCAB)
     tokenizer, eos = tokenizer_of(vocab), len(vocab) - 1
     by_llguidance(tokenizer, eos)

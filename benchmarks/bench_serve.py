@@ -33,6 +33,8 @@ from serve.arrivals import Arrival, Load, from_file, made_up
 from serve.figures import OUTCOMES, PERCENTILES, different, fell_behind, figures
 from serve.open_loop import Played, client, play
 from stepwell.cli.demo.server import serving
+from stepwell.cli.main import build_parser
+from stepwell.engine.building.settings import EngineConfig, device_of
 
 ROOT = Path(__file__).parents[1]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the server that is asked, and what every request says
@@ -76,7 +78,7 @@ def main() -> int:
     told = {
         "model": args.model, "trace": "made up" if args.trace is None else args.trace.name, "results": results,
         "loads": [asdict(load) for load in loads.values()], "rounds": args.rounds, "sizes": _sizes(args),
-        "different_answers": unlike, "different_without_reuse": rounded, "machine": machine("cpu"),
+        "different_answers": unlike, "different_without_reuse": rounded, **_served_on(args),
     }  # fmt: skip
     args.json.write_text(json.dumps(told, indent=1) + "\n")
     console.print(f"{time.monotonic() - started:.0f} s; written to {args.json.name}")
@@ -122,9 +124,21 @@ def _sizes(args: argparse.Namespace) -> dict[str, str]:
     return {name: getattr(args, name) for name in ("device_memory", "host_memory", "store_budget")}
 
 
+def _common(args: argparse.Namespace) -> list[str]:
+    """What both servers are started with."""
+    return ["--model", args.model, "--served-model-name", "bench", "--device-memory", args.device_memory, *args.serve_args]
+
+
+def _served_on(args: argparse.Namespace) -> dict[str, Any]:
+    """The device that the servers found for themselves or were told, the machine with it, and what else they were told."""
+    asked = build_parser().parse_args(["serve", *_common(args)])
+    device = device_of(EngineConfig(device=asked.device, tensor_parallel=asked.tensor_parallel))
+    return {"serve_args": args.serve_args, "device": device, "machine": machine(device)}
+
+
 def _start(args: argparse.Namespace, directory: Path, stack: ExitStack) -> dict[str, str]:
     """Both servers; their addresses."""
-    common = ["--model", args.model, "--served-model-name", "bench", "--device-memory", args.device_memory, *args.serve_args]
+    common = _common(args)
     tiers = ["--host-memory", args.host_memory, "--store", f"log:{directory / 'log'}", "--store-budget", args.store_budget]
     return {
         name: stack.enter_context(serving([*more, *common], directory / f"{name}.log")).address

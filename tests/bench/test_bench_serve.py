@@ -116,6 +116,25 @@ def test_answers_that_differ_between_cases_are_found() -> None:
     assert different({"tiers": one, "none": one}) == [] and different({"tiers": one, "none": other}) == [1]
 
 
+@pytest.mark.parametrize(
+    ("serve_args", "device", "gpu"),
+    [
+        (["--device", "cuda", "--dtype", "fp32"], "cuda", "a GPU"),
+        (["--dtype", "bf16"], "cuda", "a GPU"),  # as the server finds it for itself
+        (["--device=cpu", "--kernels", "torch"], "cpu", None),
+    ],
+)
+def test_what_the_servers_ran_on_and_were_told_is_kept(
+    serve_args: list[str], device: str, gpu: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--quick", "--serve-args", *serve_args])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    told = bench_serve._served_on(bench_serve._arguments())
+    assert (told["serve_args"], told["device"], told["machine"]["gpu"]) == (serve_args, device, gpu)
+
+
 def test_the_whole_bench_runs_and_a_control_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,4 +145,5 @@ def test_the_whole_bench_runs_and_a_control_is_compared(
     found = json.loads(file.read_text())
     assert [each["case"] for each in found["results"]] == ["tiers", "device", "none", "again"]
     assert found["different_answers"].keys() == found["different_without_reuse"].keys() == {"2"}
+    assert (found["serve_args"], found["device"]) == ([], "cuda" if found["machine"]["gpu"] else "cpu")
     assert all(each["done"] > 0 for each in found["results"]) and "without reuse, played twice" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 
 from stepwell.base.errors import ConfigError
 from stepwell.cli import answer_options, mooncake_config
+from stepwell.cli.doctor import libraries
 from stepwell.cli.main import build_parser
 
 yaml = pytest.importorskip("yaml")
@@ -158,6 +159,7 @@ def test_extras_that_the_image_installs_are_there() -> None:
     there = set(re.findall(r"^(\w+) = \[", text.split("[project.optional-dependencies]")[1].split("[project.scripts]")[0], re.M))
     named = [found[1] for word, rest in dockerfile() if word == "ENV" and (found := re.match(r"EXTRAS=(\S+)", rest))]
     assert len(named) == 2 and all(set(each.split(",")) <= there for each in named)
+    assert all(libraries.EXTRAS.keys() <= set(each.split(",")) for each in named), "what the server can do, the image can"
 
 
 def test_services_and_volumes_of_the_cluster_fit_together() -> None:

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,8 @@ from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.cli.doctor import command, libraries, machine, stores
 from stepwell.cli.doctor.finding import Finding, Health, broken, fine
 from stepwell.cli.main import main
+from stepwell.store.log.format.segment_list import name_of
+from stepwell.store.log.opening import open_directory
 
 GIB = 1 << 30
 
@@ -115,6 +118,39 @@ def test_a_directory_that_cannot_be_written_is_broken(monkeypatch: pytest.Monkey
 def test_a_full_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 1 << 62)
     assert stores.disk(tmp_path, SystemClock()).health is Health.BROKEN
+
+
+def have_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    used = SimpleNamespace(total=GIB, used=GIB - size, free=size)
+    monkeypatch.setattr(stores.shutil, "disk_usage", lambda path: used)
+
+
+def make_log(directory: Path, size: int) -> None:
+    """A log of so many bytes, which ended as one does that is restarted."""
+    clock = ManualClock()
+    store = open_directory(directory, clock=clock, budget_bytes=5 * size, segment_bytes=size)
+    store.close()
+    assert any(path.suffix == ".seg" and path.stat().st_size == size for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("free", [0, 16 << 20])
+def test_a_log_that_fills_its_disk_does_not_block_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    make_log(tmp_path / "store", 32 << 20)
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 24 << 20)
+    have_free(monkeypatch, free)
+    before = sorted(tmp_path.rglob("*"))
+    found = stores.disk(tmp_path / "store", SystemClock())
+    assert found.health is not Health.BROKEN and "beside a log of 32.0 MiB" in found.found
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_no_log_of_ours_counts_for_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 24 << 20)
+    have_free(monkeypatch, 16 << 20)
+    (tmp_path / "films.seg").write_bytes(bytes(32 << 20))
+    (tmp_path / name_of(2)).mkdir()
+    found = stores.disk(tmp_path, SystemClock())
+    assert found.health is Health.BROKEN and "beside a log" not in found.found
 
 
 @pytest.fixture

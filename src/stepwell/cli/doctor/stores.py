@@ -21,6 +21,7 @@ PROBE_S = 2.0  # for each way
 SLOW_BYTES_PER_S = 200 << 20
 LEAST_DISK_BYTES = 1 << 30
 _BLOCK = 4 << 20
+_STAT_BLOCK = 512  # of st_blocks, whatever the file system's own are
 _ON_DISK = ("log", "shared-log")
 
 
@@ -41,29 +42,45 @@ def store(where: str, environment: Mapping[str, str], clock: Clock) -> Iterator[
 
 
 def disk(directory: Path, clock: Clock) -> Finding:
-    """A short probe where the store is, or would be made."""
+    """A short probe where the store is, or would be made. A log that is there already has room of its own, on a full disk too."""
     at = next(each for each in (directory.absolute(), *directory.absolute().parents) if each.exists())
-    free = shutil.disk_usage(at).free
-    if free < LEAST_DISK_BYTES:
-        return broken("disk", f"{at}: {format_bytes(free)} free", "make room, or choose another directory")
+    free, ours = shutil.disk_usage(at).free, _log_bytes(directory)
+    room = f"{format_bytes(free)} free" + (f" beside a log of {format_bytes(ours)}" if ours else "")
+    if free + ours < LEAST_DISK_BYTES:
+        return broken("disk", f"{at}: {room}", "make room, or choose another directory")
+    probe_bytes = min(PROBE_BYTES, free // 2 // _BLOCK * _BLOCK)
     try:
-        write, read = _speeds(at, clock)
+        write, read = _speeds(at, probe_bytes, clock)
     except OSError as error:
         return broken(
             "disk", f"{at} cannot be written: {error.strerror}", "let this user write there, or choose another directory"
         )
-    found = f"{at} writes {format_bytes(write)}/s, reads {format_bytes(read)}/s, {format_bytes(free)} free"
+    if not probe_bytes:
+        return slow("disk", f"{at}: {room}, too little to measure its speed", "make room, or give the log a smaller budget")
+    found = f"{at} writes {format_bytes(write)}/s, reads {format_bytes(read)}/s, {room}"
     if min(write, read) < SLOW_BYTES_PER_S:
         return slow("disk", found, "use a local NVMe disk: from a slow one, prompts are sooner computed than read")
     return fine("disk", found)
 
 
-def _speeds(directory: Path, clock: Clock) -> tuple[int, int]:
+def _log_bytes(directory: Path) -> int:
+    """What the segments of a log there take up on the disk, which it writes over; 0 where there is none, or it cannot be read."""
+    from stepwell.store.log.format.segment_list import number_of
+
+    try:
+        with os.scandir(directory) as entries:
+            found = [each for each in entries if number_of(each.name) is not None and each.is_file(follow_symlinks=False)]
+            return sum(each.stat(follow_symlinks=False).st_blocks * _STAT_BLOCK for each in found)
+    except OSError:
+        return 0
+
+
+def _speeds(directory: Path, most_bytes: int, clock: Clock) -> tuple[int, int]:
     """Bytes a second, written to the disk and read from it again. Raises OSError."""
     block = os.urandom(_BLOCK)
     with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
         began, written = clock.now(), 0
-        while written < PROBE_BYTES and clock.now() - began < PROBE_S:
+        while written < most_bytes and clock.now() - began < PROBE_S:
             written += file.write(block)
             os.fdatasync(file.fileno())
         write_s = clock.now() - began

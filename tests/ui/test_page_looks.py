@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from server.serving import ADMIN, Running
-from ui.looking import explain, give, is_shown
+from ui.looking import explain, give, is_shown, text_of
 
 if TYPE_CHECKING:
     from ui.looking import OpenPage
@@ -37,6 +38,20 @@ def test_nothing_is_wider_than_the_screen(busy: Running, open_page: OpenPage, wi
     all_of_it = "[...document.querySelectorAll('main *')].filter(each => !each.closest('.wide'))"
     outside = f"{all_of_it}.filter(each => each.getBoundingClientRect().right > innerWidth + 1)"
     assert page.evaluate(f"{outside}.map(each => each.outerHTML.slice(0, 80))") == []
+
+
+def test_requests_under_way_fit_into_half_a_laptop_s_screen(busy: Running, open_page: OpenPage) -> None:
+    row = {"id": 4321, "tenant": None, "state": "prompt", "prompt_tokens": 31156, "ready_tokens": 31100, "cached_tokens": 30896,
+           "answer_tokens": 220, "max_tokens": 1024, "age_s": 6.3}  # fmt: skip
+    page = open_page(busy.address, width=1000)
+    told = {"active": 1, "waiting": 0, "requests": [row]}
+    page.route("**/cache/requests", lambda route: route.fulfill(body=json.dumps(told), content_type="application/json"))
+    page.reload()
+    page.wait_for_selector("#requests tbody tr")
+    cut = page.evaluate(
+        "(() => { const box = document.querySelector('#requests .wide'); return box.scrollWidth - box.clientWidth; })()"
+    )
+    assert "6.3 s" in text_of(page, "#requests") and cut <= 1
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -120,6 +120,30 @@ def test_the_key_of_a_config_reaches_every_thread_at_the_store() -> None:
     assert {value.stamp[:4] for value in store._values.values()} == {b"SWk1", b"SWv1"}
 
 
+def test_a_first_read_that_is_damaged_keeps_nobody_else_from_the_store() -> None:
+    """By then nothing is known of the store's speed."""
+    store, other = MemoryStore(), text(2, 10 * PAGE + 1)
+    bad: set[Name] = set()
+    sizes = CacheConfig(device_bytes=64 * 1024, host_bytes=64 * 1024)
+    wait = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0, recompute_tokens_per_s=1e6)
+    for expected in (0, 10 * PAGE):
+        cache = build_cache(FULL, sizes, tuning=SMALL_PAGES)
+        cache.store.attach(store, wait)
+        for name in bad:
+            store._values[name].data = flipped(store._values[name].data)
+        for prompt, served in ((PROMPT, 0), (other, expected)):
+            ticket = cache.prefetch(cache.lookup(prompt))
+            step_until(cache, lambda: ticket.ready)  # noqa: B023 - called at once
+            with cache.acquire(cache.lookup(prompt), ticket=ticket) as lease:
+                assert lease.sources.store == served
+                step_until(cache, lambda: lease.ready)
+                cache.grow(lease, len(prompt))
+                cache.commit(lease, len(prompt), last=True)
+            step_until(cache, lambda: len(store._values) >= 10)
+            bad = bad or set(store._values)
+        cache.close()
+
+
 def test_the_label_shows_which_key_and_the_space_shows_neither_key_nor_namespace() -> None:
     namespace = Namespace(model="m", layout="l", salt="secret")
     keyed, plain = (rig(FULL, MemoryStore(), key).store_workers[0].space(namespace) for key in (OURS, None))

@@ -108,6 +108,8 @@ def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.Ope
         ("context_management", [{"type": "compaction"}]),
         ("moderation", {"model": "x"}),
         ("response_format", {"type": "json_object"}),
+        ("logprobs", True),
+        ("prompt_logprobs", 3),
         ("text", {"format": "json"}),
         ("text", {"format": {"type": "grammar"}}),
         ("text", {"format": {"type": "json_schema", "name": "x"}}),
@@ -126,6 +128,17 @@ def test_an_answer_is_parsed_into_the_type_that_was_asked_for(client: openai.Ope
 def test_what_cannot_be_done_is_refused_by_name(http: httpx.Client, field: str, value: object) -> None:
     refused = http.post("/v1/responses", json={"model": NAME, "input": "x", field: value})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == field
+
+
+def test_errors_name_what_the_client_sent(http: httpx.Client) -> None:
+    for fields, said in (
+        ({"instructions": "Be nice.", "input": [{"role": "user", "content": 1}]}, "input: content must be"),
+        ({"input": [{"type": "reasoning", "content": []}]}, "input:"),
+        ({"reasoning": {"effort": 3}}, "reasoning:"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text needs"),
+    ):
+        told = http.post("/v1/responses", json={**SAID, "input": "x", **fields}).json()["error"]["message"]
+        assert told.startswith(said), told
 
 
 DEFAULTS: dict[str, Any] = {  # what agents send with every request, whatever the model

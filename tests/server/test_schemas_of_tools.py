@@ -82,7 +82,11 @@ def tool(*, strict: bool | None) -> Any:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "plan"}}], ids=str)
 @pytest.mark.parametrize("several", [True, False], ids=["one form", "with a tool that has no plain name"])
 def test_a_forced_call_keeps_what_it_can_of_a_tool_that_is_not_strict(client: openai.OpenAI, choice: Any, several: bool) -> None:
-    others = [] if several else [{"type": "function", "function": {"name": "not plain", "parameters": {"type": "null"}}}]
+    others = (
+        []
+        if several
+        else [{"type": "function", "function": {"name": "not plain", "parameters": {"additionalProperties": False}}}]
+    )
     for strict in (None, False):
         made = ask(client, tools=[tool(strict=strict), *others], tool_choice=choice, parallel_tool_calls=False).choices[0].message
         names = {name for name, _ in calls_of(made)}

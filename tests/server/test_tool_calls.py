@@ -222,10 +222,36 @@ def test_a_call_is_one_index_with_its_id_and_name_told_once(client: openai.OpenA
 def test_a_forced_call_and_another_format_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="response_format"):
         ask(client, tool_choice="required", response_format={"type": "json_object"})
-    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    broken: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "nothing"}}}}}]
     with pytest.raises(openai.BadRequestError, match="cannot be followed") as caught:
         ask(client, tools=broken, tool_choice="required")
     assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(client: openai.OpenAI, choice: Any) -> None:
+    def tools(parameters: Any) -> Any:
+        return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    for parameters in (
+        {"type": "array"},
+        {"type": "string"},
+        {"const": "ab"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"const": 5}}},
+    ):
+        with pytest.raises(openai.BadRequestError, match=r"of type object|incompatible types|no answer"):
+            ask(client, tools=tools(parameters), tool_choice=choice)
+    for parameters in (False, True, []):
+        with pytest.raises(openai.BadRequestError, match="of type object"):
+            ask(client, tools=tools(parameters), tool_choice="auto")
+    one = {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    answer = ask(client, tools=tools(one), tool_choice=choice, parallel_tool_calls=False, max_tokens=300).choices[0]
+    assert calls_of(answer.message) == [("f", {"a": 1})]
+
+
+def test_tools_of_another_kind_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="is of type 'retrieval'"):
+        ask(client, tools=[{"type": "retrieval", "function": {"name": "f"}}])
 
 
 def test_a_text_format_leaves_calls_and_reasoning_as_they_are(client: openai.OpenAI, script: Any) -> None:
@@ -249,7 +275,7 @@ def test_schemas_that_are_nested_too_deeply_are_refused(choice: Any) -> None:
     deep: Any = {"type": "string"}
     for _ in range(100_000):
         deep = {"type": "array", "items": deep}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": deep}}}}]
     body = ChatBody.model_construct(model=NAME, messages=[USER], tools=tools, tool_choice=choice)
     with pytest.raises(ApiError, match="nested too deeply"):
         tool_choice_of(body).grammar(several=True)

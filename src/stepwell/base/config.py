@@ -83,12 +83,12 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         for name in ("prefetch_timeout_s", "checkpoint_delay_s"):
-            if (getattr(self, name) or 0) < 0:
+            if not (getattr(self, name) or 0) >= 0:  # nor NaN
                 raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
         for name in ("readers", "writers"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.recompute_tokens_per_s is not None and self.recompute_tokens_per_s <= 0:
+        if self.recompute_tokens_per_s is not None and not self.recompute_tokens_per_s > 0:
             raise ConfigError("recompute_tokens_per_s must be positive; leave it None to have it measured")
 
     def delay_s(self, *, shared: bool) -> float:

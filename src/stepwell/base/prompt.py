@@ -48,9 +48,11 @@ def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
         raise BadTokens(f"a prompt must be one-dimensional, got an array of shape {ids.shape}")
     if ids.size == 0:
         return b""
-    if ids.dtype.kind not in "iu":
-        raise BadTokens(f"token ids must be whole numbers, got {ids.dtype}")
     limit = MAX_TOKEN if vocab_size is None else vocab_size - 1
+    if ids.dtype.kind not in "iu":
+        if all(type(each) is int for each in tokens):  # too large for any integer of NumPy's
+            raise BadTokens(f"token id {max(tokens, key=abs):.3g} is out of range 0..{limit}")
+        raise BadTokens(f"token ids must be whole numbers, got {ids.dtype}")
     # One pass instead of two: seen as unsigned, a negative id is larger than any limit.
     if int(ids.view(ids.dtype.str.replace("i", "u")).max()) > limit:
         lowest = int(ids.min())

@@ -15,6 +15,7 @@ import threading
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from stepwell.base.config import MAX_PRIORITY
@@ -129,11 +130,14 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     keys, tenants = _secrets(args, os.environ), _tenants(args)
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
     config, max_body_bytes = engine_options.read(args, os.environ, principals), parse_bytes(args.max_body)
+    if max_body_bytes <= 0:
+        raise ConfigError(f"--max-body must be more than 0, got {args.max_body}")
     roles = handover.read(args, os.environ)
     if roles is not None:
         config = roles.with_shared_memory(config)
     otlp.check(args)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
+    host: str = taken.getsockname()[0].partition("%")[0]  # however it was spelled
     events = None
     try:
         events = kv_events.open_socket(args)
@@ -153,7 +157,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         principals=principals,
         defaults=checkpoint.defaults,
         max_body_bytes=max_body_bytes,
-        hosts=(*_LOCAL, *args.allow_host) if args.host in _LOCAL else (),
+        hosts=_names(args, host),
         open_metrics=args.open_metrics,
         hide_version=args.hide_version,
         drain_s=args.drain,
@@ -175,7 +179,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     names = ", ".join(offered.names) or checkpoint.name
     summary = serve_summary.lines(engine, names, config, address_of(taken), keys, tenants, made=made)
     summary.insert(3, ("kernels", kernels := by_library(engine.kernels)))
-    summary += _warnings(address_of(taken), keys, tenants)
+    summary += _warnings(host, keys, tenants)
     if started_s is not None:
         summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
@@ -239,17 +243,23 @@ def _tenants_again(args: Namespace) -> Sequence[Tenant]:
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
     from stepwell.server.access.principals import Secrets
 
-    admin_token = args.admin_token or environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
-    api_key = args.api_key or environment.get(_API_KEY) or None
+    # Only a variable that is empty is one that is not set: an argument is there because somebody meant it.
+    admin_token = args.admin_token if args.admin_token is not None else environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
+    api_key = args.api_key if args.api_key is not None else environment.get(_API_KEY) or None
     if api_key is not None and args.tenants is not None:
         raise ConfigError(f"with --tenants each tenant has a key of its own: leave out --api-key, and unset {_API_KEY}")
     return Secrets(api_key=api_key, admin_token=admin_token)
 
 
-def _warnings(address: str, keys: Secrets, tenants: TenantsFile) -> list[tuple[str, str]]:
+def _names(args: Namespace, host: str) -> tuple[str, ...]:
+    """By which clients of this machine may call a server that listens on `host`; none where others may, by names of theirs."""
+    return (*_LOCAL, host, args.host, *args.allow_host) if ip_address(host).is_loopback else ()
+
+
+def _warnings(host: str, keys: Secrets, tenants: TenantsFile) -> list[tuple[str, str]]:
+    """`host` is an address that is listened on."""
     found = list(tenants.warnings)
-    local = any(address.startswith((f"http://{host}:", f"http://[{host}]:")) for host in _LOCAL)
-    if keys.api_key is None and not tenants.tenants and not local:
+    if keys.api_key is None and not tenants.tenants and not ip_address(host).is_loopback:
         found.append(f"other machines may reach this address: set an API key, with {_API_KEY}")
     return [("warning", each) for each in found]
 

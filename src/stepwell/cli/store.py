@@ -206,6 +206,8 @@ def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
 
 def _clear(args: Namespace) -> int:
     stat_directory(args.directory, Disk())  # says so when there is no store here, before one is made
+    if not args.namespace.strip():
+        raise ConfigError("name the namespace that is to be cleared, or how it begins: an empty name begins all of them")
     store = open_directory(args.directory, clock=SystemClock(), direct=Direct.OFF)
     try:
         spaces = [space for space in store.stat().spaces if space.digest.hex().startswith(args.namespace.lower())]

@@ -36,6 +36,7 @@ class Stores:
         self._first = where
         self._now: _Attached | None = None  # changed on the engine's thread alone, as is the next
         self._leaving: list[_Attached] = []
+        self._left: list[_Attached] = []  # among them those that are being closed
         self._ending = False
         self._host_memory: tuple[memoryview, ...] = ()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stepwell-stores")
@@ -78,6 +79,8 @@ class Stores:
     def _attach(self, where: str, options: Mapping[str, str]) -> None:
         if self._now is not None:
             raise ConfigError("a store is attached already; detach it first")
+        if any(each.where == where and not each.closed.done() for each in (*self._leaving, *self._left)):
+            raise ConfigError(f"{where} was detached and is still being closed; attach it in a moment")
         store = open_store(where, options=self._principals.with_quotas(where, options))
         try:
             register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
@@ -101,6 +104,7 @@ class Stores:
     def _detached(self, engine: Engine, store: Store) -> None:
         """The cache has let go of a store. On the engine's thread: nothing here may take long."""
         leaving = next(each for each in self._leaving if each.store is store)
+        self._left = [each for each in self._left if not each.closed.done()] + [leaving]
         self._leaving.remove(leaving)
         engine.stores.remove(store)
         if self._ending:

@@ -179,6 +179,7 @@ class ClearingStore(Store, Protocol):
 class StoreSize:
     used_bytes: int  # of values, as they lie there
     budget_bytes: int | None  # None: no limit
+    disk_full: bool = False  # the disk has no room for more of the budget: what is stored takes the place of other things
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -318,7 +318,8 @@ def _learn(state: CacheState, link: StoreLink, outcome: Outcome, took_s: float) 
     elif ItemStatus.CANCELLED in outcome.statuses:
         link.fetching.undecided()
     else:
-        link.fetch_bytes.measure(1, took_s, now)
+        if link.fetch_bytes.per_s is not None:  # one value that is bad does not say that all are slow
+            link.fetch_bytes.measure(1, took_s, now)
         if link.fetching.failed(now):
             state.counters.add("store_fetching_stopped")
 

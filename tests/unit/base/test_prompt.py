@@ -44,7 +44,11 @@ def test_narrow_types_are_widened(dtype: type) -> None:
     [
         ([1, -1], "token id -1 is out of range"),
         ([2**31], "token id 2147483648 is out of range"),
-        ([2**70], "whole numbers"),
+        ([7, 2**80], "out of range"),
+        ([7, 2**63], "out of range"),
+        ([-(2**80)], "out of range"),
+        ([7, 0.5], "whole numbers"),
+        ([2**70], "out of range"),
         (np.array([2**63], np.uint64), "out of range"),
         (np.array([2**32 + 1], np.int64), "out of range"),
         (np.array([0xFFFFFF00], ">u4"), "out of range"),

@@ -21,7 +21,7 @@ from stepwell.base.units import format_bytes
 from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.cli.serve_summary import narrow
-from stepwell.server.access.principals import Secrets
+from stepwell.server.access.principals import Principals, Secrets
 from stepwell.server.access.tenants import TenantsFile
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
@@ -180,6 +180,27 @@ def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:
     assert (found.api_key, found.admin_token) == ("env key", "env token") and "env" not in repr(found)
     made, other = serve._secrets(parsed(), {"STEPWELL_API_KEY": ""}), serve._secrets(parsed(), {})
     assert made.api_key is None and len(made.admin_token) >= 32 and made.admin_token != other.admin_token
+    for empty in ("--api-key", "--admin-token"):
+        with pytest.raises(ConfigError, match="must not be empty"):
+            Principals(serve._secrets(parsed(empty, ""), {}))
+
+
+@pytest.mark.parametrize("spelled", ["127.0.0.1", "127.1", "localhost", "127.0.0.5", "0x7f.1"])
+def test_names_are_checked_wherever_only_this_machine_can_ask(spelled: str) -> None:
+    pytest.importorskip("uvicorn")
+    from stepwell.server.running import bind
+
+    with bind(spelled, 0) as taken:
+        host = taken.getsockname()[0]
+    named = serve._names(parsed("--host", spelled, "--allow-host", "well.example"), host)
+    assert {"127.0.0.1", "localhost", spelled, host, "well.example"} <= set(named)
+    assert not serve._warnings(host, Secrets(api_key=None, admin_token="word"), TenantsFile())
+
+
+def test_whoever_listens_to_others_knows_no_names_of_theirs_and_is_told_to_set_a_key() -> None:
+    assert serve._names(parsed("--host", "0.0.0.0"), "0.0.0.0") == ()
+    ((_, said),) = serve._warnings("0.0.0.0", Secrets(api_key=None, admin_token="word"), TenantsFile())
+    assert "set an API key" in said
 
 
 @pytest.mark.parametrize(
@@ -190,6 +211,8 @@ def test_secrets_come_from_arguments_then_the_environment_then_chance() -> None:
         (("--model", "random-hybrid", "--device", "cpu", "--host-memory", "lots"), "not an amount of memory"),
         (("--model", "random-hybrid", "--host", "203.0.113.1"), "cannot listen"),
         (("--model", "random-hybrid", "--port", "99999"), "cannot listen"),
+        (("--model", "random-hybrid", "--max-body", "0"), "--max-body must be more than 0"),
+        (("--model", "random-hybrid", "--checkpoint-delay", "nan"), "checkpoint_delay_s must be 0 or more"),
         (("--model", "random-hybrid", *SMALL, "--host-memory", "0", "--store", "memory:"), "host"),
     ],
 )
@@ -306,7 +329,7 @@ def _logged(errors: str) -> list[str]:
     """What a server has logged, of which none may be a warning; but for requests, which end when they like."""
     lines = [line.split(" ", 2) for line in errors.splitlines()]
     assert all(level == "info" for _, level, _ in lines), errors
-    return [said for _, _, said in lines if not said.startswith("request ended")]
+    return [said for _, _, said in lines if not said.startswith(("request ended", "error sent"))]
 
 
 def _status(address: str) -> int:

@@ -135,6 +135,8 @@ def test_clear_wants_exactly_one_namespace_and_an_existing_store(
 ) -> None:
     assert run(capsys, "store", "clear", str(directory), "3")[0] == 2, "31 and 32: two namespaces start like that"
     assert run(capsys, "store", "clear", str(directory), "ff")[0] == 2
+    status, _, err = run(capsys, "store", "clear", str(directory), "")
+    assert status == 2 and "name the namespace" in err, "an empty variable in a script"
     assert run(capsys, "store", "clear", str(tmp_path / "nothing"), "31")[0] == 2
     assert not (tmp_path / "nothing").exists()
 

@@ -185,7 +185,9 @@ class Guides:
             grammar = _followable(grammar)
             _must_compile_in_time(grammar)
             start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
-        except (ValueError, RecursionError) as error:
+        except RecursionError:
+            raise ConfigError(f"the {_called(grammar)} is nested too deeply to be followed") from None
+        except ValueError as error:
             raise ConfigError(f"the {_called(grammar)} cannot be followed: {error!s:.500}") from None
         if start.is_error():
             why = schemas.in_plain_words(start.get_error())

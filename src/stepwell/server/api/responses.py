@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
@@ -35,11 +36,13 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "context_management": ([],),
     "conversation": (),
     "kv_transfer_params": (),
+    "logprobs": (False,),
     "messages": (),
     "moderation": (),
     "n": (1,),
     "previous_response_id": (),
     "prompt": (),
+    "prompt_logprobs": (),
     "response_format": (),  # here it is `text`
     "top_logprobs": (0,),
 }
@@ -49,6 +52,7 @@ _PLAIN = {"format": {"type": "text"}}
 _FROM = {  # fields of a chat, and what they are made of
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
 }  # fmt: skip
+_OF_CHATS = re.compile(rf"\b({'|'.join(_FROM)})\b(\[\d+\])?")
 # Fields of objects, with the values that they may have: what happens anyway, or never.
 _SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is told as it is
 _OF_REASONING: Mapping[str, tuple[object, ...]] = {
@@ -114,12 +118,14 @@ def responses_router(served: Served) -> APIRouter:
 
 @contextmanager
 def _naming_fields() -> Iterator[None]:
-    """Errors of a chat name the field that its part of a response stands in."""
+    """Errors of a chat name the field that its part of a response stands in. Items of the input are counted otherwise there."""
     try:
         yield
     except ApiError as error:
-        error.param = _FROM.get(error.param or "", error.param)
-        raise
+        told = _OF_CHATS.sub(lambda found: _FROM[found[1]], str(error))
+        raise ApiError(
+            error.status, told, type=error.type, param=_FROM.get(error.param or "", error.param), code=error.code
+        ) from None
 
 
 def _chat(body: ResponsesBody) -> ChatBody:

@@ -19,6 +19,7 @@ from stepwell.server.api.grammars import TOO_DEEP, schema_grammar
 from stepwell.server.errors import ApiError
 
 _PARAM = "tool_choice"
+_OBJECT = "must be a schema of type object, as arguments are, or left out"
 MOST_CALLS = 16  # of an answer that has to have some
 _KINDS = "'none', 'auto', 'required' or {'type': 'function', 'function': {'name': ...}}"
 
@@ -83,6 +84,10 @@ def tool_choice_of(body: ChatBody) -> ToolChoice:
     if body.is_guided:
         what = "an answer that has to call a tool follows that tool: leave out response_format and the like"
         raise ApiError(400, what, param="tool_choice")
+    for number, tool in enumerate(tools):
+        types = (tool["function"].get("parameters") or {}).get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            raise ApiError(400, f"tools[{number}].function.parameters {_OBJECT}", param="tools")
     if choice == "required":
         return ToolChoice(how=Choosing.REQUIRED, tools=tools)
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
@@ -97,9 +102,13 @@ def tool_choice_of(body: ChatBody) -> ToolChoice:
 def _name(number: int, tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or not name:
+    if function is None or not isinstance(name, str) or not name:
         what = f'tools[{number}] must be {{"type": "function", "function": {{"name": ...}}}}'
         raise ApiError(400, what, param="tools")
+    if tool.get("type", "function") != "function":
+        raise ApiError(400, f"tools[{number}] is of type {tool['type']!r:.80}; only functions are supported", param="tools")
+    if not isinstance(function.get("parameters"), Mapping | None):
+        raise ApiError(400, f"tools[{number}].function.parameters {_OBJECT}", param="tools")
     return name
 
 
@@ -113,7 +122,8 @@ def _is_strict(function: Mapping[str, Any]) -> bool:
 
 
 def parameters_of(function: Mapping[str, Any]) -> Any:
-    return function.get("parameters") or {"type": "object"}
+    """A schema that does not say of what type it is may be met by what is no object, which arguments have to be."""
+    return {**(function.get("parameters") or {}), "type": "object"}
 
 
 def _texts(parameters: Any) -> frozenset[str]:

@@ -111,15 +111,17 @@ def _store_size(state: EngineState) -> Iterator[Metric]:
     """Nothing for a store that does not know. One that is closed meanwhile has no size."""
     used = GaugeMetricFamily("stepwell_store_used_bytes", "Bytes of values in the store, where it knows.")
     budget = GaugeMetricFamily("stepwell_store_budget_bytes", "What the store may take, where there is a limit.")
+    full = GaugeMetricFamily("stepwell_store_disk_full", "1 where the disk has no room for more of the store's budget.")
     try:
         size = size_of(state.attached) if state.attached is not None else None
     except StepwellError:
         size = None
     if size is not None:
         used.add_metric([], size.used_bytes)
+        full.add_metric([], size.disk_full)
     if size is not None and size.budget_bytes is not None:
         budget.add_metric([], size.budget_bytes)
-    yield from (used, budget)
+    yield from (used, budget, full)
 
 
 def _buckets(times: Durations) -> list[tuple[str, float]]:

@@ -99,7 +99,7 @@ export function tiers(state, history, store) {
   });
   const { used_bytes: used, budget_bytes: budget } = store;
   if (used !== null) {
-    const says = filled(used, budget);
+    const says = filled(used, budget) + (store.disk_full ? "; its disk is full" : "");
     rows.push(tierRow("store", says, budget ? bar([["store", used, says]], budget, `store: ${says}`) : null));
   }
   const marks = { held: "in use", device: "cached on the device" };

@@ -70,6 +70,7 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
             "breaker": state.breaker.value if state.breaker is not None else None,
             "used_bytes": size.used_bytes if size is not None else None,
             "budget_bytes": size.budget_bytes if size is not None else None,
+            "disk_full": size is not None and size.disk_full,
             "namespaces": None if spaces is None else [_space(each) for each in spaces],
         }
 

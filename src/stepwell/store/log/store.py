@@ -127,7 +127,7 @@ class LogStore:
         self._state.must_be_open()
         with self._state.lock:
             used = sum(self._state.index.live_bytes.values())
-        return StoreSize(used_bytes=used, budget_bytes=self._state.budget.total_bytes)
+        return StoreSize(used_bytes=used, budget_bytes=self._state.budget.total_bytes, disk_full=self._state.disk_full)
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
         self._state.must_be_open()

@@ -4,6 +4,7 @@ disks, slow readers. What is warm stays, the budget holds, and nobody waits for 
 from __future__ import annotations
 
 import errno
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -248,7 +249,8 @@ class Full(Disk):
         return super().create(path)
 
 
-def test_a_hot_value_outlives_a_disk_that_stays_full(tmp_path: Path) -> None:
+def test_a_hot_value_outlives_a_disk_that_stays_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="stepwell")
     disk = Full(8)
     with closing(open_at(tmp_path, 2400 * KIB, disk)) as store:
         fill(store, 1, "hot")
@@ -256,9 +258,12 @@ def test_a_hot_value_outlives_a_disk_that_stays_full(tmp_path: Path) -> None:
             fill(store, 1, f"other {at}")
             assert fetch(store, HERE, "hot 0", 9000), f"lost after {at} others"
         assert store.counters["disk_full"] > 2, "the disk must have been asked again"
+        assert store.size().disk_full and [each.levelname for each in caplog.records] == ["WARNING"], "said once"
+        assert f"the disk of {tmp_path} is full" in caplog.text
         disk.left = 100
         fill(store, 150, "more")
         assert store.stat().segments > 8, "room that comes back is used"
+        assert not store.size().disk_full and "has room again" in caplog.text
         store.audit()
 
 

@@ -46,6 +46,7 @@ class LogState:
     next_seq: int  # of the next batch
     settled: int  # batches up to here are safe on disk; those after it and before the next one failed, and are to be revoked
     active: Segment | None = None
+    disk_full: bool = False  # it had no room for another segment when it was asked last
     segment_list: SegmentList = field(default_factory=SegmentList)  # the list of segments in the directory
     stale: StaleValues = field(default_factory=StaleValues)
     io_mode: IoMode = field(default_factory=IoMode)

@@ -11,11 +11,13 @@ segment never are, so it can always be reclaimed, however many tombstones there 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import time
 
 import numpy as np
 
+from stepwell.base.units import format_bytes
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.format.batch import ENTRY_BYTES, Batch, TombstoneGroup
 from stepwell.store.log.state.index import Rows
@@ -25,6 +27,8 @@ from stepwell.store.log.writing.appender import Appender
 from stepwell.store.log.writing.relocate import Relocation, Relocator, needed
 from stepwell.store.log.writing.upkeep import save_segment_list, tidy_segment_list
 from stepwell.store.log.writing.victim import NO_ROWS, Victim, choose_victim
+
+log = logging.getLogger(__name__)
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_AFTER = 16  # segments, once the disk had no room for a new file
@@ -159,11 +163,20 @@ class Reclaim:
             if error.errno not in NO_ROOM_ERRNOS:
                 raise
             state.counters.add("disk_full")
+            if not state.disk_full:
+                taken, whole = (format_bytes(each) for each in (number * state.budget.segment_bytes, state.budget.total_bytes))
+                log.warning(
+                    "the disk of %s is full: the log goes on with %s of its budget of %s; make room, or give it a smaller budget",
+                    state.directory, taken, whole,
+                )  # fmt: skip
+            state.disk_full = True
             if not number:
                 raise
             self._disk_full_at, self._patience = number, _TRY_AGAIN_AFTER
             return None
-        self._disk_full_at = None
+        if state.disk_full:
+            log.info("the disk of %s has room again", state.directory)
+        state.disk_full, self._disk_full_at = False, None
         return fresh
 
     def _shrink(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -221,6 +222,25 @@ def explained(http: httpx.Client, prompt: str) -> dict[str, Any]:
         return None if "did not answer within" in found["store_note"] else found
 
     return wait_until(answer)
+
+
+def test_a_store_that_is_still_being_closed_is_said_to_be_so(
+    admin: httpx.Client, served: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = {"store": f"log:{tmp_path / 'log'}", "options": {"budget": "64MiB", "segment": "1MiB"}}
+    assert admin.post("/cache/store", json=where).json()["state"] == "attached"
+    store = served.on_engine(lambda engine: engine.stores[-1])
+    go_on, close = Event(), store.close
+    monkeypatch.setattr(store, "close", lambda: (go_on.wait(PATIENCE_S), close()))
+    with ThreadPoolExecutor(1) as threads:
+        detaching = threads.submit(admin.delete, "/cache/store")
+        wait_until(lambda: served.on_engine(lambda engine: not engine.stores))
+        refused = admin.post("/cache/store", json=where)
+        go_on.set()
+        assert detaching.result().json() == {"state": "closed"}
+    assert refused.status_code == 400 and "still being closed" in refused.json()["error"]["message"]
+    assert admin.post("/cache/store", json=where).status_code == 200
+    assert admin.delete("/cache/store").status_code == 200
 
 
 def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Running, tmp_path: Path) -> None:

@@ -135,10 +135,13 @@ def test_errors_name_what_the_client_sent(http: httpx.Client) -> None:
         ({"instructions": "Be nice.", "input": [{"role": "user", "content": 1}]}, "input: content must be"),
         ({"input": [{"type": "reasoning", "content": []}]}, "input:"),
         ({"reasoning": {"effort": 3}}, "reasoning:"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text needs"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format needs"),
     ):
         told = http.post("/v1/responses", json={**SAID, "input": "x", **fields}).json()["error"]["message"]
         assert told.startswith(said), told
+    tools = [{"type": "function", "name": "messages", "parameters": {}}]
+    more = {"input": "x", "tools": tools, "tool_choice": {"type": "function", "name": "other"}}
+    assert "['messages']" in http.post("/v1/responses", json={**SAID, **more}).json()["error"]["message"], "what is quoted stays"
 
 
 DEFAULTS: dict[str, Any] = {  # what agents send with every request, whatever the model

@@ -241,12 +241,20 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(client: openai.
     ):
         with pytest.raises(openai.BadRequestError, match=r"of type object|incompatible types|no answer"):
             ask(client, tools=tools(parameters), tool_choice=choice)
-    for parameters in (False, True, []):
+    for parameters in (False, True, [1]):
         with pytest.raises(openai.BadRequestError, match="of type object"):
             ask(client, tools=tools(parameters), tool_choice="auto")
     one = {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     answer = ask(client, tools=tools(one), tool_choice=choice, parallel_tool_calls=False, max_tokens=300).choices[0]
     assert calls_of(answer.message) == [("f", {"a": 1})]
+    assert ask(client, tools=tools([]), max_tokens=1).choices, "an empty object, as some write it"
+
+
+def test_a_tool_that_is_not_called_may_have_any_schema(client: openai.OpenAI) -> None:
+    other = {"type": None, "function": {"name": "g", "parameters": {"type": "OBJECT"}}}
+    answer = ask(client, tools=[*TOOLS, other], tool_choice=NAMED, max_tokens=300).choices[0]
+    assert [name for name, _ in calls_of(answer.message)] == ["weather"]
+    assert ask(client, tools=[*TOOLS, other], max_tokens=1).choices
 
 
 def test_tools_of_another_kind_are_refused(client: openai.OpenAI) -> None:

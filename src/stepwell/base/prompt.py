@@ -51,7 +51,7 @@ def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
     limit = MAX_TOKEN if vocab_size is None else vocab_size - 1
     if ids.dtype.kind not in "iu":
         if all(type(each) is int for each in tokens):  # too large for any integer of NumPy's
-            raise BadTokens(f"token id {max(tokens, key=abs):.3g} is out of range 0..{limit}")
+            raise BadTokens(f"a token id is out of range 0..{limit}, by far")
         raise BadTokens(f"token ids must be whole numbers, got {ids.dtype}")
     # One pass instead of two: seen as unsigned, a negative id is larger than any limit.
     if int(ids.view(ids.dtype.str.replace("i", "u")).max()) > limit:

@@ -34,9 +34,9 @@ class Stores:
         self._loop = loop
         self._config = config
         self._first = where
-        self._now: _Attached | None = None  # changed on the engine's thread alone, as is the next
+        self._now: _Attached | None = None  # changed on the engine's thread alone, as are the next two
         self._leaving: list[_Attached] = []
-        self._left: list[_Attached] = []  # among them those that are being closed
+        self._closing: dict[str, Future[None]] = {}  # by name, of those that the cache has let go of
         self._ending = False
         self._host_memory: tuple[memoryview, ...] = ()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stepwell-stores")
@@ -79,9 +79,13 @@ class Stores:
     def _attach(self, where: str, options: Mapping[str, str]) -> None:
         if self._now is not None:
             raise ConfigError("a store is attached already; detach it first")
-        if any(each.where == where and not each.closed.done() for each in (*self._leaving, *self._left)):
-            raise ConfigError(f"{where} was detached and is still being closed; attach it in a moment")
-        store = open_store(where, options=self._principals.with_quotas(where, options))
+        try:
+            store = open_store(where, options=self._principals.with_quotas(where, options))
+        except StepwellError as error:
+            closing = self._closing.get(where)
+            if any(each.where == where for each in self._leaving) or (closing is not None and not closing.done()):
+                raise ConfigError(f"{where} was detached and is still being closed; attach it in a moment") from error
+            raise
         try:
             register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
             self._loop.call(lambda engine: self._put_below(engine, where, store)).result()
@@ -97,14 +101,15 @@ class Stores:
     def _detach(self, engine: Engine) -> Future[None]:
         engine.cache.store.detach()
         assert self._now is not None, "the cache had a store that nobody here knows"
-        leaving, self._now = self._now, None
+        leaving = self._now
         self._leaving.append(leaving)
+        self._now = None
         return leaving.closed
 
     def _detached(self, engine: Engine, store: Store) -> None:
         """The cache has let go of a store. On the engine's thread: nothing here may take long."""
         leaving = next(each for each in self._leaving if each.store is store)
-        self._left = [each for each in self._left if not each.closed.done()] + [leaving]
+        self._closing = {name: each for name, each in self._closing.items() if not each.done()} | {leaving.where: leaving.closed}
         self._leaving.remove(leaving)
         engine.stores.remove(store)
         if self._ending:

@@ -47,6 +47,7 @@ def test_narrow_types_are_widened(dtype: type) -> None:
         ([7, 2**80], "out of range"),
         ([7, 2**63], "out of range"),
         ([-(2**80)], "out of range"),
+        ([1, 10**400], "out of range"),
         ([7, 0.5], "whole numbers"),
         ([2**70], "out of range"),
         (np.array([2**63], np.uint64), "out of range"),

@@ -328,8 +328,12 @@ _CLOSING = ["closing: backups and copies end, then the store is closed", "stoppe
 def _logged(errors: str) -> list[str]:
     """What a server has logged, of which none may be a warning; but for requests, which end when they like."""
     lines = [line.split(" ", 2) for line in errors.splitlines()]
+
+    def ended(said: str) -> bool:
+        return said.startswith("error sent") and "status=503" in said  # a stream with the server
+
     assert all(level == "info" for _, level, _ in lines), errors
-    return [said for _, _, said in lines if not said.startswith(("request ended", "error sent"))]
+    return [said for _, _, said in lines if not said.startswith("request ended") and not ended(said)]
 
 
 def _status(address: str) -> int:

@@ -40,6 +40,8 @@ ANSWERS: list[tuple[str | None, str | None, str, Expected]] = [
      "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>", ("Let me look.", "Hm.", BOTH)),
     ("glm", None, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Zürich</arg_value><arg_key>days</arg_key><arg_value>3"
      "</arg_value></tool_call><tool_call>now</tool_call>", ("", "", BOTH)),
+    ("glm", None, "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3"
+     "</arg_value>\n<tool_call>now\n</tool_call>", ("", "", BOTH)),
     ("glm", None, "<tool_call>no call at all</tool_call> and on", ("<tool_call>no call at all</tool_call> and on", "", [])),
     ("llama3", None, dumped("get_weather", CITY, "parameters"), ("", "", BOTH[:1])),
     ("llama3", None, f"<|python_tag|>{dumped('get_weather', CITY, 'parameters')}; {dumped('now', {}, 'parameters')}", ("", "", BOTH)),
@@ -167,6 +169,7 @@ def test_formats_are_known_by_what_stands_in_templates() -> None:
         "<|open|>think<|sep|>": ("kimi3", "kimi3"), "<start_of_turn><start_function_call>": ("gemma4", None),
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think>": ("glm", "think"),
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.': ("llama3", None),
+        '<start_of_turn> in the format of {"name": function name, "parameters": dictionary of argument name and its value}': ("gemma", None),
         "<｜tool▁calls▁begin｜><think>": ("deepseek", "think"), "<|tool_calls_section_begin|>": ("kimi", None), "": (None, None),
     }  # fmt: skip
     assert {template: (tools_of(template), reasoning_of(template)) for template in signs} == signs

@@ -254,7 +254,7 @@ def _with_short_ids(message: Message) -> Message:
     if isinstance(made.get("tool_call_id"), str):
         made["tool_call_id"] = _short(made["tool_call_id"])
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [{**call, "id": _short(str(call.get("id", number)))} for number, call in enumerate(calls)]
+        made["tool_calls"] = [{**call, "id": _short(str(call.get("id") or number))} for number, call in enumerate(calls)]
     return made
 
 

@@ -52,7 +52,7 @@ _PLAIN = {"format": {"type": "text"}}
 _FROM = {  # fields of a chat, and what they are made of
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
 }  # fmt: skip
-_OF_CHATS = re.compile(rf"\b({'|'.join(_FROM)})\b(\[\d+\])?")
+_OF_CHATS = re.compile(rf"({'|'.join(_FROM)})\b(\[\d+\])?")
 # Fields of objects, with the values that they may have: what happens anyway, or never.
 _SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is told as it is
 _OF_REASONING: Mapping[str, tuple[object, ...]] = {
@@ -122,7 +122,8 @@ def _naming_fields() -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        told = _OF_CHATS.sub(lambda found: _FROM[found[1]], str(error))
+        named = _OF_CHATS.match(str(error))
+        told = str(error) if named is None else _FROM[named[1]] + str(error)[named.end() :]
         raise ApiError(
             error.status, told, type=error.type, param=_FROM.get(error.param or "", error.param), code=error.code
         ) from None
@@ -184,6 +185,8 @@ def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
         raise ApiError(400, 'text.format must be {"type": ...}', param="text", code="unsupported_parameter")
     if wanted is None or wanted.get("type") != "json_schema":
         return wanted
+    if not isinstance(wanted.get("schema"), Mapping):
+        raise ApiError(400, 'text.format needs {"type": "json_schema", "name": ..., "schema": {...}}', param="text")
     return {"type": "json_schema", "json_schema": {name: each for name, each in wanted.items() if name != "type"}}
 
 

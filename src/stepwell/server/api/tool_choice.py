@@ -84,19 +84,25 @@ def tool_choice_of(body: ChatBody) -> ToolChoice:
     if body.is_guided:
         what = "an answer that has to call a tool follows that tool: leave out response_format and the like"
         raise ApiError(400, what, param="tool_choice")
-    for number, tool in enumerate(tools):
-        types = (tool["function"].get("parameters") or {}).get("type", "object")
-        if types != "object" and not (isinstance(types, list) and "object" in types):
-            raise ApiError(400, f"tools[{number}].function.parameters {_OBJECT}", param="tools")
     if choice == "required":
-        return ToolChoice(how=Choosing.REQUIRED, tools=tools)
+        return _forced(ToolChoice(how=Choosing.REQUIRED, tools=tools))
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if name is None:
         raise ApiError(400, f"tool_choice must be {_KINDS}, got {choice!r:.200}", param="tool_choice")
     if name not in names:
         raise ApiError(400, f"tool_choice names {name!r:.80}, which is none of the tools: {names!r:.500}", param="tool_choice")
-    return ToolChoice(how=Choosing.NAMED, tools=tools, name=str(name))
+    return _forced(ToolChoice(how=Choosing.NAMED, tools=tools, name=str(name)))
+
+
+def _forced(choice: ToolChoice) -> ToolChoice:
+    """The same. Raises ApiError where the arguments of a tool that may be called could be no object."""
+    for tool in choice.callable:
+        types = (tool["function"].get("parameters") or {}).get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            what = f"the parameters of {tool['function']['name']:.80} {_OBJECT}"
+            raise ApiError(400, what, param="tools")
+    return choice
 
 
 def _name(number: int, tool: Any) -> str:
@@ -105,9 +111,10 @@ def _name(number: int, tool: Any) -> str:
     if function is None or not isinstance(name, str) or not name:
         what = f'tools[{number}] must be {{"type": "function", "function": {{"name": ...}}}}'
         raise ApiError(400, what, param="tools")
-    if tool.get("type", "function") != "function":
+    if tool.get("type") not in (None, "function"):
         raise ApiError(400, f"tools[{number}] is of type {tool['type']!r:.80}; only functions are supported", param="tools")
-    if not isinstance(function.get("parameters"), Mapping | None):
+    parameters = function.get("parameters")
+    if not isinstance(parameters, Mapping | None) and parameters != []:  # which is how PHP writes an empty object
         raise ApiError(400, f"tools[{number}].function.parameters {_OBJECT}", param="tools")
     return name
 

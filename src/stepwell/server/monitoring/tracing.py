@@ -81,7 +81,7 @@ class Traces:
         span = self._tracer.start_span(
             "request", parent, SpanKind.SERVER, self._attributes(request, choice, ask, delta, usage), start_time=arrived_ns
         )
-        if delta.finish is Finish.FAILED:
+        if delta.finish in (Finish.FAILED, Finish.LATE):
             span.set_status(StatusCode.ERROR)
         inside = set_span_in_context(span, parent)
         for name, begin_s, end_s, attributes in _parts(usage):

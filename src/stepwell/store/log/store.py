@@ -125,9 +125,11 @@ class LogStore:
 
     def size(self) -> StoreSize:
         self._state.must_be_open()
-        with self._state.lock:
-            used = sum(self._state.index.live_bytes.values())
-        return StoreSize(used_bytes=used, budget_bytes=self._state.budget.total_bytes, disk_full=self._state.disk_full)
+        state = self._state
+        with state.lock:
+            used = sum(state.index.live_bytes.values())
+            is_full = state.disk_full and len(state.segments.table) < state.max_segments
+        return StoreSize(used_bytes=used, budget_bytes=state.budget.total_bytes, disk_full=is_full)
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
         self._state.must_be_open()

@@ -71,8 +71,8 @@ _TOOL_SIGNS = {
     "<|channel|>": HARMONY,
     "<tool_call>": "hermes",
     "<|python_tag|>": "llama3",
-    '"parameters": dictionary of argument name': "llama3",  # 3.2 has no tag, and says that in its prompt
     "<start_of_turn>": "gemma",
+    "dictionary of argument name and its value": "llama3",  # 3.2 has no tag, and says so in its prompt, as some of Gemma's do
 }
 _REASONING_SIGNS = {
     "<|channel|>": HARMONY, "<|open|>": "kimi3", "<|channel>": "gemma4", "[THINK]": "mistral", "<think>": "think",

@@ -118,27 +118,29 @@ def _parameters(source: Source, are_text: frozenset[str]) -> Reading[None]:
 
 def glm(source: Source, texts: Texts) -> Reading[None]:
     """`name<arg_key>key</arg_key><arg_value>value</arg_value>`, with line ends between or without. The schema says which values
-    are text.
+    are text. The end of a call may be missing where another begins.
     """
-    head, tag = yield from source.until("<arg_key>", or_end=True)
-    name = head.strip()
-    if not _NAME.fullmatch(name):
-        raise ValueError("a call without a name")
-    yield Call(name=name, arguments="{")
-    comma, are_text = "", texts.get(name, frozenset())
-    while tag:
-        key, _ = yield from source.until("</arg_key>")
-        prefix, comma = f"{comma}{_quoted(key.strip())}: ", ", "
-        yield from source.next_tag("<arg_value>")
-        if key.strip() in are_text:
-            yield Call(arguments=f'{prefix}"')
-            yield from source.text("</arg_value>")
-            yield Call(arguments='"')
-        else:
-            value, _ = yield from source.raw("</arg_value>")
-            yield Call(arguments=prefix + _as_json(value))
-        tag = yield from source.next_tag("<arg_key>", or_end=True)
-    yield Call(arguments="}", ends=True)
+    tag = another = "<tool_call>"
+    while tag == another:
+        head, tag = yield from source.until("<arg_key>", another, or_end=True)
+        name = head.strip()
+        if not _NAME.fullmatch(name):
+            raise ValueError("a call without a name")
+        yield Call(name=name, arguments="{")
+        comma, are_text = "", texts.get(name, frozenset())
+        while tag == "<arg_key>":
+            key, _ = yield from source.until("</arg_key>")
+            prefix, comma = f"{comma}{_quoted(key.strip())}: ", ", "
+            yield from source.next_tag("<arg_value>")
+            if key.strip() in are_text:
+                yield Call(arguments=f'{prefix}"')
+                yield from source.text("</arg_value>")
+                yield Call(arguments='"')
+            else:
+                value, _ = yield from source.raw("</arg_value>")
+                yield Call(arguments=prefix + _as_json(value))
+            tag = yield from source.next_tag("<arg_key>", another, or_end=True)
+        yield Call(arguments="}", ends=True)
 
 
 def gemma4(source: Source, texts: Texts) -> Reading[None]:

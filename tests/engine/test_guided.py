@@ -152,7 +152,7 @@ def test_grammars_that_cannot_be_followed_are_refused(name: str) -> None:
     with guided_engine() as engine:
         assert engine.guides is not None
         began = time.monotonic()
-        with pytest.raises(ConfigError, match=r"cannot be followed|too complex|characters"):
+        with pytest.raises(ConfigError, match=r"be followed|too complex|characters"):
             engine.guides.compile(Grammar(kind=kind, source=source))
         assert time.monotonic() - began < 60
 

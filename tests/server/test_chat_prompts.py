@@ -122,6 +122,9 @@ def test_ids_of_calls_are_nine_letters_and_digits_where_templates_of_mistral_tak
         return begun.split("[TOOL_CALLS]")[1:]
 
     assert shown("aB3dE6gH9") == ["aB3dE6gH9"], "as the model made it"
+    nameless = {"role": "assistant", "tool_calls": [{"id": None, "function": {"name": "f"}}, {"function": {"name": "f"}}]}
+    prompt = byte_tokenizer().decode(chat_prompt(served(template), [nameless], None)[0])
+    assert len({*prompt.split("[TOOL_CALLS]")}) == 3, "nothing before the first, and two of nine letters"
     made = shown("call_" + "0" * 24, "call_" + "0" * 23 + "1", "", "nine-chrs")
     assert len(set(made)) == 4 and all(len(each) == 9 and each.isalnum() for each in made)
     assert made == shown("call_" + "0" * 24, "call_" + "0" * 23 + "1", "", "nine-chrs"), "or the next prompt is another"

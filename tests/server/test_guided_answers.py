@@ -136,7 +136,7 @@ def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str,
 
 
 def test_a_tool_that_cannot_be_called_is_refused_in_words_of_the_client() -> None:
-    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": [1]}}]
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"properties": [1]}}}]
     checkpoint = replace(
         tiny_checkpoint(), chat=ChatTemplate("{{ tools }}<tool_call>" + CHAT_TEMPLATE, bos_token="", eos_token="")
     )

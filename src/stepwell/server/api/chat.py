@@ -254,7 +254,9 @@ def _with_short_ids(message: Message) -> Message:
     if isinstance(made.get("tool_call_id"), str):
         made["tool_call_id"] = _short(made["tool_call_id"])
     if calls := made.get("tool_calls"):
-        made["tool_calls"] = [{**call, "id": _short(str(call.get("id") or number))} for number, call in enumerate(calls)]
+        ids = [call.get("id") for call in calls]
+        named = [str(number if id is None else id) for number, id in enumerate(ids)]
+        made["tool_calls"] = [{**call, "id": _short(id)} for call, id in zip(calls, named, strict=True)]
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -26,6 +27,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)  # right, left (and right so far), cut (its server was ended), fault
     tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by source
     faults: list[str] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)
 
     def fault(self, says: str) -> None:
         self.outcomes["fault"] += 1
@@ -96,7 +98,9 @@ class Client:
             heard.outcome = "left"
         wrong = drawn.known.wrong(heard.words, heard.logprobs, whole=heard.outcome == "right")
         if wrong is not None:
-            self._tally.fault(f"{backend.name}, prompt {drawn.known.number}, {heard.sources}: {wrong}")
+            after_s, salt = time.monotonic() - self._tally.began_s, "no salt" if drawn.salt is None else drawn.salt
+            asked = f"{backend.name} after {after_s:.0f} s, prompt {drawn.known.number}, {salt}, {heard.sources}"
+            self._tally.fault(f"{asked}: {wrong}")
             return
         self._tally.outcomes[heard.outcome] += 1
         self._tally.tokens.update(heard.sources)

@@ -36,8 +36,11 @@ class Known:
             return f"{len(words)} tokens came, of {len(self.words)}"
         if tuple(words) != self.words[: len(words)]:
             return f"came {list(words)!r}, right is {list(self.words[: len(words)])!r}"
-        off = max((abs(came - right) for came, right in zip(logprobs, self.logprobs, strict=False)), default=0.0)
-        return f"the tokens are right, a logprob is off by {off:.2g}" if off > SAME else None
+        off = [abs(came - right) for came, right in zip(logprobs, self.logprobs, strict=False)]
+        if max(off, default=0.0) <= SAME:
+            return None
+        each = " ".join(f"{one:.1g}" for one in off)  # where it begins, and whether it grows, tells what was wrong
+        return f"the tokens are right, a logprob is off by {max(off):.2g}: {each}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

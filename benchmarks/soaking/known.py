@@ -16,7 +16,7 @@ from random import Random
 from stepwell.engine import Ask, Engine, Sampling, load_engine
 
 CLEAR = 0.01  # by how much the chosen token's logprob is above the next one's
-SAME = 0.002  # how far a logprob may be from the known one: rounding is a hundred times less
+SAME = 1e-4  # how far a logprob may be from the known one: rounding is five times less
 _LETTERS = range(97, 123)
 
 

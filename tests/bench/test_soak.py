@@ -38,12 +38,12 @@ def test_servers_answer_rightly_through_one_trouble_of_each_kind(tmp_path: Path)
 
 def test_an_answer_is_right_only_with_the_right_tokens_and_logprobs() -> None:
     known = Known(number=0, prompt=(1,), tokens=(5, 6), words=("a", "b"), logprobs=(-1.0, -2.0))
-    assert known.wrong(["a", "b"], [-1.0, -2.0005], whole=True) is None
+    assert known.wrong(["a", "b"], [-1.0, -2.00005], whole=True) is None
     assert known.wrong(["a"], [-1.0], whole=False) is None and known.wrong([], [], whole=False) is None
     assert "1 tokens came" in str(known.wrong(["a"], [-1.0], whole=True))
     assert "right is" in str(known.wrong(["a", "c"], [-1.0, -2.0], whole=True))
     assert "right is" in str(known.wrong(["c"], [-1.0], whole=False))
-    assert "off by" in str(known.wrong(["a", "b"], [-1.0, -2.1], whole=True))
+    assert "off by" in str(known.wrong(["a", "b"], [-1.0, -2.0005], whole=True))
 
 
 def samples(

@@ -41,6 +41,7 @@ from stepwell.jobs.executors import InlineCopyExecutor
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import must_fit
+from stepwell.transfer.first_calls import make_first_calls
 from stepwell.transfer.torch_memory import TorchMemory
 
 PROBE_TOKENS = 5  # what a model keeps is read from its cache after so many
@@ -65,6 +66,7 @@ class PromptCache:
             raise ConfigError(f"chunk_tokens must be at least the {page_tokens} of a page, got {chunk_tokens}")
         if store is None and store_options:
             raise ConfigError('store_options need a store, for example store="log:/var/cache/prompts"')
+        make_first_calls()
         self.model = model
         _must_be_evaluating(model)
         self._passes = ModelPass(model)

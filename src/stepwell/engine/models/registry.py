@@ -33,6 +33,7 @@ from stepwell.engine.models.selectors import Sparse, selector_for
 from stepwell.engine.ops.kernels import Kernels, choose_kernels
 from stepwell.engine.passes.pages import TORCH_DTYPES
 from stepwell.engine.ranks import ALONE, Ranks
+from stepwell.transfer.first_calls import make_first_calls
 
 _MODULES: tuple[ModuleType, ...] = (
     deepseek_v3, deepseek_v4, deepseek_v32, dense, falcon_h1, gemma3, gpt_oss, kimi_linear, mamba2, qwen3_next,
@@ -64,6 +65,7 @@ def build_model(
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
     operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.
     """
+    make_first_calls()
     spec = _of_rank(spec_of(config, dtype=dtype, page_tokens=page_tokens, kv_dtype=kv_dtype, sparse=sparse), sparse, ranks)
     text = _text_of(config)
     if named := _NAMED.get(text.text("model_type")):

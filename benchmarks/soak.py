@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="that clients ask (default: %(default)g)")
     parser.add_argument("--seed", type=int, help="of everything that is drawn (default: a new one, which is printed)")
     parser.add_argument("--clients", type=int, default=6, help="that ask at once (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="that servers compute on (default: %(default)s)")
     parser.add_argument("--logs", type=Path, default=ROOT / "soak-logs", help="where logs of servers go (default: soak-logs)")
     parser.add_argument("--json", type=Path, default=ROOT / "soak.json", help="where figures go (default: soak.json)")
     args = parser.parse_args()
@@ -48,7 +49,7 @@ def main() -> int:
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a server that is aborted tells what its threads do
     seed = args.seed if args.seed is not None else secrets.randbelow(10**6)
     console.print(f"seed {seed}: the same again with --seed {seed}")
-    plan = Plan(seed=seed, seconds=60 * args.minutes, clients=args.clients)
+    plan = Plan(seed=seed, seconds=60 * args.minutes, device=args.device, clients=args.clients)
     with TemporaryDirectory(prefix="stepwell-soak-") as directory:
         try:
             verdict = _watched(console, plan, Path(directory))
@@ -61,7 +62,7 @@ def main() -> int:
         "outcomes": verdict.tally.outcomes, "tokens": verdict.tally.tokens, "troubles": verdict.troubles,
         "growth": None if verdict.growth is None else asdict(verdict.growth), "counters": verdict.counters,
         "damaged": verdict.damaged, "answered_after": verdict.answered_after, "warned": verdict.warned,
-        "faults": verdict.faults, "machine": machine("cpu"),
+        "faults": verdict.faults, "machine": machine(plan.device),
     }  # fmt: skip
     args.json.write_text(json.dumps(told, indent=1) + "\n")
     console.print(f"{verdict.took_s:.0f} s; written to {args.json.name}")

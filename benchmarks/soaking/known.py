@@ -59,13 +59,13 @@ class Shape:
         return self.sessions * self.turns
 
 
-def known_answers(model: str, shape: Shape, seed: int) -> list[Known]:
-    """The same ones for the same seed."""
+def known_answers(model: str, shape: Shape, seed: int, device: str) -> list[Known]:
+    """The same ones for the same seed. In fp32, in which answers do not depend on what is computed beside them."""
     random = Random(f"{seed} prompts")
     shared = [_text(random, shape.instruction_tokens) for _ in range(shape.instructions)]
     sessions = [random.choice(shared) for _ in range(shape.sessions)]
     found: list[Known] = []
-    with load_engine(model, device="cpu", host_memory="0") as engine:
+    with load_engine(model, device=device, dtype="fp32", device_memory="1GiB", host_memory="0") as engine:
         for _ in range(shape.turns):
             asked = _turn(engine, sessions, shape, random, first=len(found))
             found += asked

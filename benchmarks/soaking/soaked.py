@@ -42,6 +42,7 @@ class Plan:
     seed: int
     seconds: float
     model: str = "random-hybrid"
+    device: str = "cpu"
     clients: int = 6
     pause_s: tuple[float, float] = (3.0, 12.0)  # before each trouble
     rounds: int | None = None  # of troubles, after which it ends whatever the time; None for as many as there is time for
@@ -81,7 +82,7 @@ async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdi
     """Raises StepwellError where a server does not start. What goes wrong otherwise is in the verdict."""
     started = time.monotonic()
     say(f"answers to {plan.shape.count} prompts, computed without a cache")
-    known = await asyncio.to_thread(known_answers, plan.model, plan.shape, plan.seed)
+    known = await asyncio.to_thread(known_answers, plan.model, plan.shape, plan.seed, plan.device)
     store = directory / "store"
     unlucky, steady = (_backend(plan, name, directory, store) for name in ("unlucky", "steady"))
     tally, samples = Tally(), list[Sample]()
@@ -120,7 +121,8 @@ def logs_in(directory: Path) -> list[Path]:
 
 
 def _backend(plan: Plan, name: str, directory: Path, store: Path) -> Backend:
-    arguments = ["--model", plan.model, "--served-model-name", "soak", *plan.sizes, "--drain", "60"]
+    arguments = ["--model", plan.model, "--device", plan.device, "--dtype", "fp32", "--served-model-name", "soak"]
+    arguments += [*plan.sizes, "--drain", "60"]
     return Backend(name, arguments, directory, (f"shared-log:{store}", dict(plan.store)))
 
 

@@ -30,6 +30,14 @@ def close_to(model: Any, ids: torch.Tensor, found: torch.Tensor) -> bool:
     return float((found - uncached(model, ids, found.shape[1])).abs().max()) < TOLERANCE
 
 
+def test_the_first_calls_are_made_before_the_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, happened = tiny("llama"), []
+    monkeypatch.setattr(module, "make_first_calls", lambda: happened.append("first calls"))
+    model.register_forward_pre_hook(lambda *_: happened.append("a pass"))
+    with opened(model):
+        assert happened[:2] == ["first calls", "a pass"]
+
+
 # ---- whose bytes they are -------------------------------------------------------------------------
 
 

@@ -14,9 +14,19 @@ from stepwell.base.ids import Tier
 from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
 from stepwell.engine.building.settings import device_bytes_of, device_of, dtype_of, limits_for
 from stepwell.engine.engine import IDLE_S
+from stepwell.engine.models import registry
 from waiting import run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")
+
+
+def test_the_first_calls_of_a_process_are_made_before_there_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    parts = registry.Parts
+    monkeypatch.setattr(registry, "make_first_calls", lambda: happened.append("first calls"))
+    monkeypatch.setattr(registry, "Parts", lambda **fields: (happened.append("a model"), parts(**fields))[1])
+    small().close()
+    assert happened == ["first calls", "a model"]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])

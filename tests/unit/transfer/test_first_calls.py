@@ -1,10 +1,17 @@
 """What a process computes first is what it computes later, however many threads share it."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
 
+import pytest
+
+pytest.importorskip("torch")
+
 PROCESSES = 600  # of which some ten compute wrongly without the first calls, where torch has MKL 2024.2
+HANGS_S = 600.0  # on a quiet machine it takes some ten
 
 # Every child is a new process to MKL. The parent must not call any of its functions.
 FIRST_IN_A_PROCESS = f"""
@@ -26,8 +33,8 @@ print(wrong)
 """
 
 
-def test_threads_that_share_the_first_function_of_a_process_compute_it_rightly():
+def test_threads_that_share_the_first_function_of_a_process_compute_it_rightly() -> None:
     several = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     command = [sys.executable, "-W", "ignore", "-c", FIRST_IN_A_PROCESS]
-    ran = subprocess.run(command, env=several, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, env=several, capture_output=True, text=True, check=False, timeout=HANGS_S)
     assert ran.stdout.strip() == "0", f"{ran.stdout} of {PROCESSES} processes computed wrongly\n{ran.stderr[-2000:]}"

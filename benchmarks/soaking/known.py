@@ -60,12 +60,13 @@ class Shape:
 
 
 def known_answers(model: str, shape: Shape, seed: int, device: str) -> list[Known]:
-    """The same ones for the same seed. In fp32, in which answers do not depend on what is computed beside them."""
+    """The same ones for the same seed. In fp32: what is computed beside an answer moves its logprobs by rounding alone."""
     random = Random(f"{seed} prompts")
     shared = [_text(random, shape.instruction_tokens) for _ in range(shape.instructions)]
     sessions = [random.choice(shared) for _ in range(shape.sessions)]
     found: list[Known] = []
-    with load_engine(model, device=device, dtype="fp32", device_memory="1GiB", host_memory="0") as engine:
+    sizes = {"device_memory": "1GiB", "host_memory": "0"}  # of a GPU that the servers of this soak, and of others, share
+    with load_engine(model, device=device, dtype="fp32", **sizes) as engine:
         for _ in range(shape.turns):
             asked = _turn(engine, sessions, shape, random, first=len(found))
             found += asked

@@ -31,7 +31,7 @@ def close_to(model: Any, ids: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def test_the_first_calls_are_made_before_the_model_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, happened = tiny("llama"), []
+    model, happened = made("llama"), list[str]()
     monkeypatch.setattr(module, "make_first_calls", lambda: happened.append("first calls"))
     model.register_forward_pre_hook(lambda *_: happened.append("a pass"))
     with opened(model):

@@ -16,7 +16,7 @@ requirements="$here/requirements.txt"
 stamp="$venv/installed.txt"
 
 # The stamp holds what was asked for, so a changed list or version installs again.
-wanted() { echo "$torch $vllm"; cat "$requirements"; }
+wanted() { echo "$torch $vllm"; cat "$requirements"; grep --after-context 1 vllm.general_plugins "$root/pyproject.toml"; }
 if [[ -f "$stamp" ]] && cmp --silent "$stamp" <(wanted); then
     echo "vLLM is installed in $venv"
     exit 0

@@ -64,6 +64,7 @@ def build_model(
 
     `dtype` is what it computes in, `kv_dtype` what its attention rows are kept in when that is another, `kernels` what runs its
     operations (`ops/kernels.py`), by name or made already, `sparse` what picks the tokens that answers look at, if anything does.
+    It makes the first calls of a process (`transfer/first_calls.py`).
     """
     make_first_calls()
     spec = _of_rank(spec_of(config, dtype=dtype, page_tokens=page_tokens, kv_dtype=kv_dtype, sparse=sparse), sparse, ranks)

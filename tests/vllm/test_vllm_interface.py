@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "connectors"))
 import vllm_offload_stand_in
 import vllm_stand_in
 
+from stepwell.transfer.first_calls import make_first_calls
+
 MEMBERS = [
     (stand_in, module, member)
     for stand_in in (vllm_stand_in, vllm_offload_stand_in)
@@ -145,3 +147,14 @@ def test_both_model_runners_call_a_connector_alike(monkeypatch: pytest.MonkeyPat
     runner.finish_forward()
     runner.post_forward(set())
     assert called() == expected and expected.index("start_load_kv") < expected.index("wait_for_save")
+
+
+def test_every_process_makes_the_first_calls_before_it_loads_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker loads plugins first of all: `WorkerWrapperBase.init_worker`."""
+    from vllm import plugins
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    found = plugins.load_plugins_by_group(plugins.DEFAULT_PLUGINS_GROUP)
+    assert found["stepwell"] is make_first_calls
+    assert "load_general_plugins()" in inspect.getsource(WorkerWrapperBase.init_worker)

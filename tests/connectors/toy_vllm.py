@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -133,8 +133,10 @@ class ToyEngine:
 
     def __init__(
         self, connector_class: Any, model: str = "full", *, blocks: int = 64, chunk: int = 8, ranks: int = 1,
-        events: bool = False, device: str = "cpu", **extra: Any,
+        events: bool = False, device: str = "cpu", seen_as: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        **extra: Any,
     ) -> None:  # fmt: skip
+        """`seen_as` makes of `[block, byte]` what the connector is given: the same memory with other dimensions."""
         LateCopies.made = []
         self.groups, self.chunk, self.num_ranks = (MODELS | WIDE_MODELS)[model], chunk, ranks
         self.kv = SimpleNamespace(kv_cache_groups=self.groups, num_blocks=blocks, kv_cache_layout="toy")
@@ -146,7 +148,7 @@ class ToyEngine:
         self.memory = [self._tensors(blocks, device) for _ in range(ranks)]
         self.workers = [make(vllm.KVConnectorRole.WORKER, rank) for rank in range(ranks)]
         for worker, tensors in zip(self.workers, self.memory, strict=True):
-            worker.register_kv_caches(tensors)
+            worker.register_kv_caches({name: seen_as(tensor) for name, tensor in tensors.items()})
         self.copies = LateCopies.made
         self.pool = Pool(blocks)
         self.pool.on_free = self._spoil

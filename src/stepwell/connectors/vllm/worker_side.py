@@ -99,24 +99,43 @@ def _layers(group: Group, page_tokens: int, tensors: Mapping[str, torch.Tensor])
 
 
 def rows_of(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """A layer's blocks as `[block][byte]`, over the same memory. Raises ConfigError where a block is not one run of bytes."""
-    block = tensor[0]
-    size = block.numel() * block.element_size()
-    if not block.is_contiguous() or size != group.block_bytes:
+    """A layer's blocks as `[block][byte]`, over the same memory: the bytes of a block in the order in which they lie there.
+
+    Attention backends permute the dimensions of a block. Any permutation is accepted. Raises ConfigError where a block is not one
+    run of bytes, or where blocks overlap.
+    """
+    block, width = tensor[0], tensor.element_size()
+    size = block.numel() * width
+    step = tensor.stride(0) * width
+    if not _is_one_run(block) or size != group.block_bytes or (len(tensor) > 1 and step < size):
         raise ConfigError(
             f"a block of group {group.number} should be one run of {group.block_bytes} bytes, and is {size} bytes of shape "
-            f"{list(block.shape)} with strides {list(block.stride())}: choose another KV cache layout, or run without Stepwell"
+            f"{list(block.shape)} with strides {list(block.stride())}, {step} bytes before the next block: choose another KV cache "
+            "layout, or run without Stepwell"
         )
     raw = torch.tensor([], dtype=torch.uint8, device=tensor.device)
-    width = tensor.element_size()
-    return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (len(tensor), size), (tensor.stride(0) * width, 1))
+    return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (len(tensor), size), (step, 1))
+
+
+def _is_one_run(block: torch.Tensor) -> bool:
+    """Whether the strides are those of a contiguous tensor with permuted dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in _strides(block) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _strides(block: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Stride and size of each dimension; the stride of one entry means nothing."""
+    return tuple((stride if size != 1 else 0, size) for stride, size in zip(block.stride(), block.shape, strict=True))
 
 
 def geometry(groups: Sequence[Group], tensors: Mapping[str, torch.Tensor]) -> str:
-    """How bytes lie inside blocks: where this differs, one engine's blocks mean nothing to another."""
-    shapes = [
-        (group.number, number, str(tensors[name].dtype), tuple(tensors[name].shape[1:]), tensors[name][0].stride())
+    """How values lie inside blocks: where this differs, the blocks of one engine mean nothing to another."""
+    return repr([
+        (group.number, number, str(tensors[name].dtype), _strides(tensors[name][0]))
         for group in groups
         for number, name in enumerate(group.layers)
-    ]
-    return repr(shapes)
+    ])  # fmt: skip

@@ -122,13 +122,13 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def copy_point(self, lease: Lease, upto: int) -> int | None:
-        """Asks for a page to which the engine itself copies the lease's point state, on the device, behind the pass that ends at
-        `upto` and before the next: that pass may then begin before this one is committed. None where it shall not, since `upto`
-        is no stop, the model has no such state, or there is no room.
+        """Reserves a device page for a copy of the lease's point state at `upto`. None where `upto` is no stop, the model has no
+        such state, or no page is free.
 
-        For engines that can. Else `commit` has the state copied, and the lease loads until that is done. Who asks must copy:
-        `commit(upto)` believes that what is on the page by then is the state at `upto`, and others resume from it. Of a pass that
-        is given up, nothing is to be done: the page is named again when another ends there, and goes back with the lease.
+        The engine copies the state to this page on the device, behind the pass that ends at `upto` and before the next one, and
+        names the page in `commit(upto, point_copy=page)`. The next pass may then be queued before this one is committed. Without
+        that the cache makes the copy after the commit, and the lease is LOADING until it is made. Nothing needs to be done for a
+        page whose pass is cancelled: the next call for `upto` returns it again, and `release` frees it.
         """
         self._must_own_device("copy_point")
         lease.must_be(LeaseState.READY, LeaseState.LOADING)
@@ -154,15 +154,16 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def commit(
-        self, lease: Lease, upto: int, *, source: EnginePages | None = None, checkpoint: bool | None = None, last: bool = False
+        self, lease: Lease, upto: int, *, source: EnginePages | None = None, checkpoint: bool | None = None, last: bool = False,
+        point_copy: int | None = None,
     ) -> bool:  # fmt: skip
         """Offers everything computed so far, tokens `[0, upto)`, to the cache; false when it could not take them.
 
         At a stop this leaves a checkpoint; a request with point state then loads until its own copy is made, unless the engine
-        made one (`copy_point`). `last` says that the request computes nothing more, which spares the copy. Without a device tier
-        `source` names the engine's memory to copy from, and the lease loads until a checkpoint was copied out of it, unless
-        it was named `ahead`. `checkpoint` is for engines that know where they have state: True leaves one here, stop or not,
-        False leaves none.
+        made one: `point_copy` is the page from `copy_point(upto)`, once it holds the state there. `last` says that the request
+        computes nothing more, so that no copy is needed. Without a device tier `source` names the engine's memory to copy from,
+        and the lease loads until a checkpoint was copied out of it, unless it was named `ahead`. `checkpoint` is for engines
+        that know where they have state: True leaves one here, stop or not, False leaves none.
         """
         lease.must_be(LeaseState.READY)
         if not lease.position <= upto <= lease.num_tokens:
@@ -176,7 +177,7 @@ class Cache(ReadOnlyCache):
             self._measure(lease, upto)
         wanted = self._wants_checkpoint(lease, upto, last) if checkpoint is None else checkpoint and self._can_checkpoint(upto)
         if self._state.nearest is Tier.DEVICE:
-            publish.commit(self._state, lease, upto, checkpoint=wanted, last=last)
+            publish.commit(self._state, lease, upto, checkpoint=wanted, last=last, point_copy=point_copy)
             return lease.publishes
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")

@@ -88,7 +88,7 @@ class Lease:
         self.hot_refused_at: int | None = None  # the page at which it got none: others lose nothing for it before the next
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
         self.spare_points: PageIds = NO_PAGES  # what it goes on with once it has left its next checkpoint; one id or none
-        self.point_copies: dict[int, PageIds] = {}  # boundary to page: copies that the engine makes behind passes that end there
+        self.point_copies: dict[int, PageIds] = {}  # boundary to page: reserved for a copy of its point there
         self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
         self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,

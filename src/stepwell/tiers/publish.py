@@ -107,17 +107,23 @@ def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:
     return max(end - first, 0) - int(np.count_nonzero(state.row_pages.placed(have)))
 
 
-def commit(state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool) -> None:
-    """Offers tokens `[0, upto)`, which are all computed; with a checkpoint at `upto` if wanted and possible."""
+def commit(
+    state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool, point_copy: int | None = None
+) -> None:  # fmt: skip
+    """Offers tokens `[0, upto)`, which are all computed; with a checkpoint at `upto` if wanted and possible. `point_copy` is the
+    page, reserved for `upto`, that holds a copy of the lease's point state there; None if the engine made no copy.
+    """
     _check_covered(state, lease, upto)
+    _check_reserved(lease, upto, point_copy)
     spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
     if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
         lease.publishes = False  # a load of their rows failed: they would come back into the tree with it
     checkpoint = checkpoint and lease.publishes
-    copied, copy = upto in lease.point_copies, lease.point_copies.pop(upto, NO_PAGES)
-    if checkpoint and not (copied or last):
+    copied = point_copy is not None
+    copy = lease.point_copies.pop(upto, NO_PAGES) if copied or not last else NO_PAGES
+    if checkpoint and not (len(copy) or last):
         copy = _room_for_copy(state, lease)
         if len(copy) < len(lease.point_pages):
             state.counters.add("checkpoint_skipped_no_room")
@@ -199,8 +205,13 @@ def _check_covered(state: CacheState, lease: Lease, upto: int) -> None:
         raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")
 
 
+def _check_reserved(lease: Lease, upto: int, point_copy: int | None) -> None:
+    if point_copy is not None and point_copy not in lease.point_copies.get(upto, NO_PAGES):
+        raise LeaseError(f"{lease}: page {point_copy} is not the one that copy_point() returned for token {upto}")
+
+
 def copy_point(state: CacheState, lease: Lease, upto: int) -> int | None:
-    """Takes the page for a copy of the lease's point that the engine makes behind the pass that ends at `upto`; None for none."""
+    """Reserves the page for a copy of the lease's point that the engine makes behind the pass that ends at `upto`; or None."""
     if not lease.publishes or not is_stop(state, lease, upto):
         return None
     if upto not in lease.point_copies and len(page := _room_for_copy(state, lease)):
@@ -224,8 +235,8 @@ def _room_for_copy(state: CacheState, lease: Lease) -> PageIds:
 def _leave_checkpoint(
     state: CacheState, lease: Lease, node: Node, page: int, copy: PageIds, *, copied: bool
 ) -> Checkpoint | None:  # fmt: skip
-    """A checkpoint at boundary `page`; None if the device has the same already. Its point is `copy` if that was made, else the
-    lease's own, and the lease goes on with the copy once that is.
+    """A checkpoint at boundary `page`; None if the device has the same already. Its point is `copy` if the engine has `copied`
+    it, else the lease's own page, and the lease goes on with `copy` once the cache has made that copy.
     """
     tree, arena = state.tree, state.arena(Tier.DEVICE)
     span = state.spec.window_span(page * state.spec.page_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stepwell import Kind, Lease, Tier
+from stepwell import Kind, Lease, LeaseError, Tier
 from stepwell.base.config import PlacementConfig, WritePolicy
 from toys import ALL_MODELS, FULL_POINT, FULL_WINDOW, HYBRID, NO_INTERVALS, PAGE, Rig, text
 
@@ -26,7 +26,7 @@ def test_the_tree_gets_the_copy_and_the_request_waits_for_nothing() -> None:
     lease = rig.ready(text(1, 17))
     mine = lease.point_pages.tolist()
     page = compute(rig, lease, 16)
-    rig.cache.commit(lease, 16)
+    rig.cache.commit(lease, 16, point_copy=page)
     assert lease.ready and lease.point_pages.tolist() == mine != [page] and not rig.executor.pending
     checkpoint = rig.cache.lookup(text(1, 17)).checkpoint
     assert checkpoint is not None and checkpoint.held[Tier.DEVICE] is not None
@@ -43,8 +43,8 @@ def test_a_pass_may_be_queued_over_a_stop_that_is_not_committed_yet() -> None:
     pages = [compute(rig, lease, upto) for upto in (8, 16)]
     assert None not in pages and pages[0] != pages[1]
     rig.cache.audit()
-    for upto in (8, 16):
-        rig.cache.commit(lease, upto)
+    for upto, page in zip((8, 16), pages, strict=True):
+        rig.cache.commit(lease, upto, point_copy=page)
         assert lease.ready
     rig.cache.release(lease)
     for boundary in (8, 16):
@@ -64,6 +64,40 @@ def test_a_copy_that_is_asked_for_again_has_the_same_page() -> None:
     rig.cache.release(lease)
     rig.idle_check()
     assert rig.used(Tier.DEVICE, Kind.POINT) == 0
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_page_whose_pass_was_cancelled_is_not_taken_for_the_state_there(last: bool) -> None:
+    """The page was reserved, and the pass that was to copy to it never ran; another pass ends there without a copy."""
+    rig = Rig(FULL_POINT)
+    lease = rig.ready(text(1, 17))
+    rig.cache.grow(lease, 16)
+    assert rig.cache.copy_point(lease, 16) is not None
+    rig.engine.compute(lease, 16)
+    rig.cache.commit(lease, 16, last=last)
+    rig.cache.audit()
+    rig.settle()
+    rig.cache.release(lease)
+    again = rig.ready(text(1, 17))
+    assert again.resume == 16
+    rig.engine.check(again)
+    rig.cache.release(again)
+    rig.idle_check()
+
+
+def test_a_page_that_was_not_reserved_for_the_token_is_refused() -> None:
+    rig = Rig(HYBRID, placement=EVERY_PAGE)
+    lease = rig.ready(text(1, 30), hints=(8, 16))
+    pages = [compute(rig, lease, upto) for upto in (8, 16)]
+    for wrong in (pages[1], 10**6):
+        with pytest.raises(LeaseError, match="is not the one that copy_point"):
+            rig.cache.commit(lease, 8, point_copy=wrong)
+    assert lease.position == 0
+    rig.cache.commit(lease, 8, point_copy=pages[0])
+    with pytest.raises(LeaseError, match="is not the one that copy_point"):
+        rig.cache.commit(lease, 8, point_copy=pages[0])
+    rig.cache.release(lease)
+    rig.idle_check()
 
 
 def test_a_plan_that_is_made_anew_takes_no_second_page_under_write_back() -> None:
@@ -100,8 +134,7 @@ def test_a_copy_is_given_back_when_another_request_left_the_same_checkpoint() ->
     rig = Rig(FULL_POINT)
     one, other = (rig.ready(text(1, 17)) for _ in range(2))
     for lease in (one, other):
-        compute(rig, lease, 16)
-        rig.cache.commit(lease, 16)
+        rig.cache.commit(lease, 16, point_copy=compute(rig, lease, 16))
         rig.cache.audit()
     assert rig.used(Tier.DEVICE, Kind.POINT) == 3
     for lease in (one, other):
@@ -164,8 +197,8 @@ def answered(*, twins: int, lag: int = 0, passes_copy: bool) -> Rig:
             if 0 <= token < len(answer):
                 rig.cache.append(lease, [answer[token]])
                 if passes_copy:
-                    compute(rig, lease, lease.num_tokens)
-                    rig.cache.commit(lease, lease.num_tokens)
+                    copy = compute(rig, lease, lease.num_tokens)
+                    rig.cache.commit(lease, lease.num_tokens, point_copy=copy)
                 else:
                     rig.compute(lease, lease.num_tokens)
                 rig.settle()

@@ -206,6 +206,7 @@ class Request:
     ticket: Ticket | None = None
     match: Match | None = None  # what was found of its prompt, while it waits
     started: int = 0  # everything before it is in passes that were started under its lease, to be read later
+    started_copies: bool = False  # whether the last of these copies its point state
     sources: Sources | None = None  # of the prompt, when it began
     looked_up_s: float | None = None
     fetched_s: float | None = None  # when it had waited for the store

@@ -58,7 +58,7 @@ class Answering:
             if row is not None and tokens[row] == UNSOUND:
                 self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
                 continue
-            self._commit(request, chunk.end)
+            self._commit(request, chunk.end, chunk.point_copy)
             if row is not None:
                 self._add(request, Chosen(token=tokens[row]))
 
@@ -81,7 +81,7 @@ class Answering:
             if chunk.completes:
                 self._go_on(chunk, choices, first + told)
             else:
-                self._commit(chunk.request, chunk.end)
+                self._commit(chunk.request, chunk.end, chunk.point_copy)
 
     def end(self, request: Request, finish: Finish, *, last: Delta | None = None, error: str | None = None) -> None:
         """Ends an answer, with what was added last, and gives back what its request holds."""
@@ -131,7 +131,8 @@ class Answering:
             chosen = self._chosen(request, choices, row + at)
             if chosen is None:
                 return
-            self._commit(request, len(request.tokens))
+            upto = len(request.tokens)
+            self._commit(request, upto, chunk.point_copy if upto == chunk.end else None)
             request.accepted += chosen.token == guess
             if not self._add(request, chosen) or chosen.token != guess:
                 return
@@ -141,12 +142,12 @@ class Answering:
         assert request.lease is not None, f"{request} was computed without a lease"
         return self._cache.wait_arriving(request.lease)
 
-    def _commit(self, request: Request, upto: int) -> None:
+    def _commit(self, request: Request, upto: int, point_copy: int | None) -> None:
         lease = request.lease
         assert lease is not None, f"{request} was computed without a lease"
         if self._dense_tokens is not None and upto > max(request.prompt_tokens, self._dense_tokens):
             lease.publishes = False  # rows that were computed picking are no prompt's: computed anew it would look at everything
-        self._cache.commit(lease, upto)
+        self._cache.commit(lease, upto, point_copy=point_copy)
 
     def _add(self, request: Request, chosen: Chosen) -> bool:
         """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""

@@ -58,7 +58,7 @@ class Passing:
         assert isinstance(self._runner, Runner), f"{self._runner} is read before the next pass"
         self.unread = self._runner.start(chunks, before)
         for chunk in chunks:
-            chunk.request.started = chunk.end
+            chunk.request.started, chunk.request.started_copies = chunk.end, chunk.point_copy is not None
         self.count += 1
         self.count_fallbacks()
 

@@ -95,7 +95,7 @@ class Scheduler:
         if request.lease is not None:
             self._compared.pop(request.lease.id, None)
             self._cache.release(request.lease)
-            request.lease, request.started = None, 0
+            request.lease, request.started, request.started_copies = None, 0, False
 
     # ---- admission --------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class Scheduler:
     def _hands_over_next(self, request: Request) -> bool:
         """Whether what was started of a request and is not read ends at one of its stops, without a copy of its point state."""
         lease = request.lease
-        if lease is None or not lease.ready or not lease.publishes or request.reached in lease.point_copies:
+        if lease is None or not lease.ready or not lease.publishes or request.started_copies:
             return False
         return request.reached == self._cache.next_stop(lease)
 

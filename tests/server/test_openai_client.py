@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 
-from server.serving import CONTEXT, NAME, PAGE, Running
+from server.serving import CONTEXT, NAME, PAGE, Held, Running, running
 from stepwell.engine.loading.random_hybrid import byte_tokenizer
+from waiting import PATIENCE_S
 
 STORY = "Once upon a time, at the foot of a hill, somebody dug a well with steps. "
 
@@ -177,3 +180,25 @@ def test_salts_separate_tenants(client: openai.OpenAI) -> None:
 
     assert [cached("a"), cached("b"), cached(None)] == [0, 0, 0]
     assert cached("a") == cached("b") == cached(None) > 0
+
+
+def test_the_role_comes_with_the_first_token_so_that_clients_can_time_it() -> None:
+    body = {"model": NAME, "messages": [{"role": "user", "content": STORY}], "max_tokens": 2, "stream": True}
+    with (
+        running() as made,
+        Held(made) as held,
+        httpx.Client(base_url=made.address, timeout=PATIENCE_S) as http,
+        http.stream("POST", "/v1/chat/completions", json=body) as response,
+    ):
+        lines: list[tuple[str, bool]] = []
+        released = threading.Event()
+        reader = threading.Thread(target=lambda: lines.extend((line, released.is_set()) for line in response.iter_lines()))
+        reader.start()
+        made.settle(lambda engine: engine.num_open == 1)
+        for _ in range(20):  # in which the loop would send what it has
+            assert httpx.get(f"{made.address}/health").status_code == 200
+        released.set()
+        held.let_go()
+        reader.join(PATIENCE_S)
+    assert all(late for _, late in lines), "nothing comes before the first token"
+    assert '"role":"assistant"' in lines[0][0] and "data: [DONE]" in [line for line, _ in lines]

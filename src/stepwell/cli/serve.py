@@ -84,7 +84,7 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     from stepwell.server.monitoring.log_lines import log_to
 
-    with log_to(sys.stderr, args.log_format), _hang_ups(wanted=args.tenants is not None) as hung_up:
+    with log_to(sys.stderr, args.log_format), _hang_ups() as hung_up:
         try:
             return _serve(args, hung_up)
         except StepwellError as error:
@@ -95,10 +95,10 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _hang_ups(*, wanted: bool) -> Iterator[Callable[[], bool]]:
-    """Whether SIGHUP came since this was asked last; while a model loads too, for else the signal would end the server."""
+def _hang_ups() -> Iterator[Callable[[], bool]]:
+    """Whether SIGHUP came since the last call. SIGHUP never ends the server, also while a model loads."""
     came: list[int] = []
-    if not wanted or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     before = signal.signal(signal.SIGHUP, lambda number, frame: came.append(number))

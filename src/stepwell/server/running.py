@@ -102,8 +102,8 @@ class ModelServer:
 
         `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `ahead` sends
         parts of what that computes; `peers` makes it a decode server, whose store is attached. `traces` gets a span of each
-        request, and is closed with the server. `read_tenants` says who they are by now, and raises ConfigError; it is asked
-        whenever `hung_up`, which is asked several times a second, says that it is time.
+        request, and is closed with the server. `read_tenants` reads the tenants again, and raises ConfigError; None for a server
+        without tenants. It is called when `hung_up`, which is polled several times a second, returns true.
         """
         self._load = LoadMeter(engine)
         self._history = History(engine)
@@ -147,6 +147,8 @@ class ModelServer:
 
     def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
         """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
+        if self.served.guides is not None:
+            self.served.guides.prepare()  # before it listens: nothing else runs meanwhile
         self._server.on_ready = on_ready
         self._server.on_patience_lost = self._loop.abort_all
         if self._events is not None:
@@ -158,6 +160,7 @@ class ModelServer:
         finally:
             log.info("closing: backups and copies end, then the store is closed")
             self._stores.close()
+            self.served.compilers.shutdown(wait=False)
             self._loop.stop()
             if self.served.offers is not None:
                 self.served.offers.close()
@@ -173,8 +176,10 @@ class ModelServer:
             log.info("stopped")
 
     def renew_tenants(self) -> None:
-        """Reads again who the tenants are. Where that cannot be taken those of before stay, and the log says why. Any thread."""
-        assert self._read_tenants is not None, "this server has no tenants"
+        """Reads the tenants again. If the file is not valid, the tenants stay as they were, and the log says why. Any thread."""
+        if self._read_tenants is None:
+            log.info("SIGHUP: this server has no --tenants file, so there is nothing to read again")
+            return
         with self._renewing:  # what was read last counts last
             try:
                 change = self._principals.replace(self._read_tenants())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -32,6 +35,15 @@ MAX_CHOICES = 64  # answers to one request
 LARGE_BYTES = 1 << 20  # of a body; larger ones are read and tokenized few at a time
 _OTHER_VALUES = 250_000  # numbers and strings of a body that are no token ids
 _LARGE_AT_ONCE = 2  # fewer than the threads there are, so that small ones find one
+_COMPILING_AT_ONCE, _COMPILING_EACH = 4, 2  # requests that may compile a grammar: all together, and of one tenant
+
+
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_COMPILING_AT_ONCE, thread_name_prefix="stepwell-grammars")
+
+
+def _gates() -> defaultdict[str | None, asyncio.Semaphore]:
+    return defaultdict(lambda: asyncio.Semaphore(_COMPILING_EACH))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -67,6 +79,8 @@ class Served:
     peers: Peers | None = None  # of a decode server
     traces: Traces | None = None  # None where nobody wants spans
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
+    compilers: ThreadPoolExecutor = field(default_factory=_compilers)
+    compiling: defaultdict[str | None, asyncio.Semaphore] = field(default_factory=_gates)  # by tenant
 
     @property
     def max_values(self) -> int:
@@ -77,12 +91,23 @@ class Served:
         """Runs `work` on the engine's thread, between two passes."""
         return await asyncio.wrap_future(self.loop.call(work))
 
-    async def aside(self, size_bytes: int, work: Callable[[], T], *, slow: bool = False) -> T:
-        """Runs what a body of `size_bytes` needs on a thread; large or slow ones wait their turn, so that others need not."""
-        if size_bytes <= LARGE_BYTES and not slow:
+    async def aside(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Runs what a body of `size_bytes` needs on a thread; large ones wait their turn, so that others need not."""
+        async with self._turn(size_bytes):
             return await asyncio.to_thread(work)
+
+    async def compile_aside(self, size_bytes: int, tenant: str | None, work: Callable[[], T]) -> T:
+        """The same for work that may compile a grammar. A tenant that has many of them waits for its own alone."""
+        async with self.compiling[tenant], self._turn(size_bytes):
+            return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
+
+    @asynccontextmanager
+    async def _turn(self, size_bytes: int) -> AsyncIterator[None]:
+        if size_bytes <= LARGE_BYTES:
+            yield
+            return
         async with self.large:
-            return await asyncio.to_thread(work)
+            yield
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -99,6 +99,21 @@ def test_tenants_are_read_again_at_sighup_and_a_file_that_is_wrong_changes_nothi
     assert process.returncode == 0
 
 
+def test_sighup_without_tenants_is_a_line_in_the_log() -> None:
+    command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            address = _said(process, "address")["address"]
+            process.send_signal(signal.SIGHUP)
+            assert "there is nothing to read again" in _line(process, "SIGHUP")
+            assert _asked(address, "") == 200
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+
+
 def _line(process: subprocess.Popen[str], word: str) -> str:
     """The next line of its log with a word. One that does not come ends the server."""
     assert process.stderr is not None
@@ -121,13 +136,13 @@ def _asked(address: str, key: str) -> int:
         return error.code
 
 
-def _said(process: subprocess.Popen[str]) -> dict[str, str]:
-    """What it prints before the first request, to the warning that comes last."""
+def _said(process: subprocess.Popen[str], last: str = "warning") -> dict[str, str]:
+    """What it prints before the first request, to the line with the label `last`."""
     assert process.stdout is not None
     said: dict[str, str] = {}
     for line in process.stdout:
         label, _, value = line.partition("  ")
         said[label.strip()] = value.strip()
-        if "warning" in said:
+        if last in said:
             return said
     raise AssertionError(process.communicate())

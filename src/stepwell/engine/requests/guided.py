@@ -1,5 +1,6 @@
 """Answers that follow a grammar: which tokens may come next. Wraps `llguidance`, which is imported on first use.
 
+    prepare    once an engine, before the first request: the library reads the vocabulary, and holds the interpreter meanwhile
     compile    once a grammar, on a thread of the server's: bounded by its size, by fuel, and by a trial in a process of its
                own (`guided_trial.py`), so that no client can ask for more
     follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
@@ -14,7 +15,8 @@ import json
 import logging
 import subprocess
 import sys
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -33,7 +35,8 @@ from stepwell.engine.requests.text import Text
 log = logging.getLogger(__name__)
 
 MAX_SOURCE = 64 << 10  # characters
-_KEPT = 16  # compiled grammars, a few MiB each
+KEPT_BYTES = 128 << 20  # of compiled grammars that are kept
+_BASE_BYTES, _BYTES_PER_CHARACTER = 64 << 10, 64  # of one, at most: measured with schemas, choices and regexes of up to 64 Ki
 _TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
 NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
 
@@ -147,44 +150,91 @@ class Following:
         return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
 
-class Guides:
-    """Compiles grammars for one model, and keeps the last ones. Any number of threads may ask."""
+class KeptGuides:
+    """Compiled grammars within a budget of bytes, for each tenant its own. Any number of threads may use it.
 
-    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    When the budget is exceeded, the tenant that holds most loses the grammar that it used least recently: a tenant with many
+    grammars evicts its own.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._lock = Lock()
+        self._by_tenant: dict[str | None, OrderedDict[Grammar, Guide]] = {}
+        self._bytes: Counter[str | None] = Counter()
+
+    def find(self, tenant: str | None, grammar: Grammar) -> Guide | None:
+        with self._lock:
+            kept = self._by_tenant.get(tenant, OrderedDict())
+            if grammar in kept:
+                kept.move_to_end(grammar)
+            return kept.get(grammar)
+
+    def add(self, tenant: str | None, grammar: Grammar, guide: Guide) -> None:
+        """Keeps a grammar, and evicts others until all fit."""
+        with self._lock:
+            kept = self._by_tenant.setdefault(tenant, OrderedDict())
+            if grammar not in kept:
+                self._bytes[tenant] += _size_bytes(grammar)
+            kept[grammar] = guide
+            while self._bytes.total() > self._budget_bytes:
+                self._evict()
+
+    def _evict(self) -> None:
+        tenant = max(self._bytes, key=self._bytes.__getitem__)
+        evicted, _ = self._by_tenant[tenant].popitem(last=False)
+        self._bytes[tenant] -= _size_bytes(evicted)
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant], self._bytes[tenant]
+
+
+def _size_bytes(grammar: Grammar) -> int:
+    """What a compiled grammar takes at most, by the length of its source: the library does not say."""
+    return _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar.source)
+
+
+class Guides:
+    """Compiles grammars for one model, and keeps them within a budget. Any number of threads may ask, and compile at once."""
+
+    def __init__(self, text: Text, *, vocab_size: int, eos_ids: frozenset[int], kept_bytes: int = KEPT_BYTES) -> None:
         self._text = text
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
-        self._kept: OrderedDict[Grammar, Guide] = OrderedDict()
-        self._lock = Lock()  # of what is kept
-        self._compiles = Lock()
+        self._kept = KeptGuides(kept_bytes)
+        self._reading = Lock()  # the vocabulary
+        self._read: Any = None  # the library's view of the vocabulary
 
-    def compile(self, grammar: Grammar) -> Guide:
-        """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing."""
+    def prepare(self) -> None:
+        """Reads the vocabulary now: seconds for a large one, in which no other thread runs. Where it cannot be read, or the
+        library is missing, the log says so, and requests with a grammar are refused.
+        """
+        began_s = time.monotonic()
+        try:
+            self._tokenizer()
+        except (ConfigError, ValueError) as error:
+            log.info("requests that ask for a format or a grammar are refused: %.500s", error)
+        else:
+            log.info("the vocabulary for formats and grammars was read in %.1f s", time.monotonic() - began_s)
+
+    def compile(self, grammar: Grammar, *, tenant: str | None = None) -> Guide:
+        """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing.
+
+        `tenant`: whose share of the kept grammars it counts against. Tenants do not share compiled grammars.
+        """
         if len(grammar.source) > MAX_SOURCE:
             raise ConfigError(f"a grammar may have {MAX_SOURCE} characters, got {len(grammar.source)}: make it smaller")
-        guide = self._find(grammar)
-        if guide is not None:
-            return guide  # while others are compiled
-        with self._compiles:
-            guide = self._find(grammar) or self._compiled(grammar)
-            with self._lock:
-                self._kept[grammar] = guide
-                if len(self._kept) > _KEPT:
-                    self._kept.popitem(last=False)
-            return guide
-
-    def _find(self, grammar: Grammar) -> Guide | None:
-        with self._lock:
-            if grammar in self._kept:
-                self._kept.move_to_end(grammar)
-            return self._kept.get(grammar)
+        guide = self._kept.find(tenant, grammar)
+        if guide is None:
+            guide = self._compiled(grammar)
+            self._kept.add(tenant, grammar, guide)
+        return guide
 
     def _compiled(self, grammar: Grammar) -> Guide:
         library = _library()
         try:
             grammar = _followable(grammar)
             _must_compile_in_time(grammar)
-            start = guided_trial.started(library, self._tokenizer, grammar.kind.value, grammar.source)
+            start = guided_trial.started(library, self._tokenizer(), grammar.kind.value, grammar.source)
         except RecursionError:
             raise ConfigError(f"the {_called(grammar)} is nested too deeply to be followed") from None
         except ValueError as error:
@@ -203,12 +253,16 @@ class Guides:
             log.info("answers follow a schema in part, as it is not strict: %.500s", left_out)
         return guide
 
-    @cached_property
     def _tokenizer(self) -> Any:
-        """Takes a second or more for a large vocabulary."""
+        """The library's view of the vocabulary. Raises ConfigError, and ValueError for a tokenizer that it cannot read."""
+        library = _library()
         if not self._eos_ids:
             raise ConfigError("guided output needs a token that ends answers, and this model names none")
-        return _library().LLTokenizer(self._text.to_json(), n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
+        with self._reading:
+            if self._read is None:
+                vocabulary = self._text.to_json()
+                self._read = library.LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=sorted(self._eos_ids))
+            return self._read
 
 
 def _followable(grammar: Grammar) -> Grammar:

@@ -90,7 +90,8 @@ class Asked(Kept):
         return not is_text or any(each is not None and each is not False for each in asked)
 
     @property
-    def is_slow(self) -> bool:
+    def compiles(self) -> bool:
+        """Whether what it asks for may take a grammar to be compiled."""
         return self.is_guided
 
     @property
@@ -123,7 +124,7 @@ class ChatBody(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def is_slow(self) -> bool:
+    def compiles(self) -> bool:
         return self.is_guided or self.tool_choice not in (None, "none", "auto")
 
 

@@ -70,23 +70,23 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
     )
     tokens, hints = chat_prompt(served, body.messages, choice.tools, options, ending=ending)
     served.must_fit(tokens, max_tokens=max_tokens, param="messages")
-    guide = _guide(served, body, choice)
+    guide = _guide(served, body, choice, principal.name)
     thoughts = None if guide is None else thoughts_of(served, tokens, within=_begun(served, body.messages, ending))
     if guide is not None and thoughts is not None:
         guide = guide.behind(thoughts)
     return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
 
 
-def _guide(served: Served, body: ChatBody, choice: ToolChoice) -> Guide | None:
+def _guide(served: Served, body: ChatBody, choice: ToolChoice, tenant: str | None) -> Guide | None:
     """What an answer follows. Raises ApiError."""
     several, framed = body.parallel_tool_calls is not False, is_framed(served, body, choice)
     if choice.is_forced:
         grammar = forced_calls(served, choice, several=several) if framed else choice.grammar(several=several)
-        return compiled(served, grammar, param="tool_choice")
+        return compiled(served, grammar, tenant, param="tool_choice")
     asked = grammar_of(body)
     if asked is None:
         return None
-    return compiled(served, behind_thoughts(served, asked[1]) if framed else asked[1], param=asked[0])
+    return compiled(served, behind_thoughts(served, asked[1]) if framed else asked[1], tenant, param=asked[0])
 
 
 class Ending(Enum):

@@ -47,7 +47,7 @@ def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s:
         raise ApiError(400, f"prompts times n is {len(prompts) * body.choices}, and at most {MAX_CHOICES}", param="n")
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
-    guide = guide_of(served, body)
+    guide = guide_of(served, body, principal.name)
     return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, guide=guide)]
 
 

@@ -28,10 +28,10 @@ _KINDS = ("json", "regex", "choice", "grammar")
 _FORMATS = ("text", "json_object", "json_schema")
 
 
-def guide_of(served: Served, body: Asked) -> Guide | None:
+def guide_of(served: Served, body: Asked, tenant: str | None) -> Guide | None:
     """What a body says that its answer follows; None where it is free. Raises ApiError."""
     asked = grammar_of(body)
-    return None if asked is None else compiled(served, asked[1], param=asked[0])
+    return None if asked is None else compiled(served, asked[1], tenant, param=asked[0])
 
 
 def grammar_of(body: Asked) -> tuple[str, Grammar] | None:
@@ -46,12 +46,12 @@ def grammar_of(body: Asked) -> tuple[str, Grammar] | None:
     return name.split(".")[0], grammar
 
 
-def compiled(served: Served, grammar: Grammar, *, param: str) -> Guide:
+def compiled(served: Served, grammar: Grammar, tenant: str | None, *, param: str) -> Guide:
     """Raises ApiError."""
     if served.guides is None:
         raise ApiError(400, f"{param} needs a tokenizer, and this model has none", param=param, code="unsupported_parameter")
     try:
-        return served.guides.compile(grammar)
+        return served.guides.compile(grammar, tenant=tenant)
     except ConfigError as error:
         code = "unsupported_parameter" if str(error) == NEEDS_EXTRA else "invalid_grammar"
         raise ApiError(400, f"{param}: {error}", param=param, code=code) from None

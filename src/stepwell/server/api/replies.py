@@ -39,7 +39,7 @@ class Form(Protocol):
     def chunk_object(self) -> str: ...
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice that begins a stream, where there is one."""
+        """What stands before the first token of a choice in a stream, where anything does."""
         ...
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
@@ -72,9 +72,18 @@ async def answer(
     served.must_be_called(body.model)
     principal = principal_of(request)
     refuse_unsupported(body, principal, unknown)
-    asks = await served.aside(size_bytes, lambda: asks_of(served, body, principal, arrived_s(request)), slow=body.is_slow)
+    asks = await made_aside(served, body, size_bytes, principal, lambda: asks_of(served, body, principal, arrived_s(request)))
     form = await served.aside(size_bytes, lambda: form_of(served, body, asks))
     return await _reply(request, served, body, asks, form)
+
+
+async def made_aside(
+    served: Served, body: Asked, size_bytes: int, principal: Principal, make: Callable[[], Sequence[Ask]]
+) -> Sequence[Ask]:  # fmt: skip
+    """Makes asks of a body on a thread, in turn with others of its kind."""
+    if body.compiles:
+        return await served.compile_aside(size_bytes, principal.name, make)
+    return await served.aside(size_bytes, make)
 
 
 async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
@@ -92,7 +101,7 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     envelope = {"id": id, "created": int(time.time()), "model": body.model}
     if body.stream:
         envelope["object"] = form.chunk_object
-        return EventStream(answers, _events(answers, body, len(asks), form, envelope))
+        return EventStream(answers, _events(answers, body, form, envelope))
     envelope["object"] = form.whole_object
     return await _whole(request, served, answers, body, asks, form, envelope)
 
@@ -133,14 +142,15 @@ def _is_handed_over(body: Asked, asks: Sequence[Ask]) -> bool:
     return wants_offer(body.kv_transfer_params) and len(asks) == 1 and asks[0].use_cache
 
 
-async def _events(answers: Answers, body: Asked, num_asks: int, form: Form, envelope: dict[str, Any]) -> AsyncIterator[str]:
+async def _events(answers: Answers, body: Asked, form: Form, envelope: dict[str, Any]) -> AsyncIterator[str]:
     usage = {"usage": None} if body.wants_usage_chunk else {}  # then every chunk has the field
-    for index in range(num_asks):
-        opening = form.opening(index)
-        if opening is not None:
-            yield _event({**envelope, "choices": [opening], **usage})
+    begun: set[int] = set()  # choices whose first token has come
     try:
         async for index, delta in answers.deltas():
+            if index not in begun:
+                begun.add(index)
+                if (opening := form.opening(index)) is not None:
+                    yield _event({**envelope, "choices": [opening], **usage})
             if delta.prompt_logprobs:  # the first, and perhaps a long one
                 event = await asyncio.to_thread(_piece, form, index, delta, envelope, usage)
             else:

@@ -26,6 +26,7 @@ from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Body, ChatBody
 from stepwell.server.api.chat import chat_asks
 from stepwell.server.api.chat_form import ChatForm, chat_form
+from stepwell.server.api.replies import made_aside
 from stepwell.server.api.requests import Unknown, read_body, refuse_unsupported
 from stepwell.server.api.response_items import Event, Output, choice_of, messages_of, tools_of
 from stepwell.server.errors import CLIENT_CLOSED, ApiError, of_problems
@@ -99,8 +100,8 @@ def responses_router(served: Served) -> APIRouter:
         chat, principal = _chat(body), principal_of(request)
         with _naming_fields():
             refuse_unsupported(chat, principal, unknown)
-            asks = await served.aside(
-                size_bytes, lambda: chat_asks(served, chat, principal, arrived_s(request)), slow=chat.is_slow
+            asks = await made_aside(
+                served, chat, size_bytes, principal, lambda: chat_asks(served, chat, principal, arrived_s(request))
             )
             form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
         made = _Made(body)

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's attention backends, whose dimensions lie in memory in many orders: any order is taken, and none meets another."""
+"""Blocks of vLLM's attention backends, whose dimensions lie in memory in many orders: each is accepted, and none meets another."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def mapped(size_bytes: int) -> mmap.mmap:
     return block
 
 
-def touch(block: mmap.mmap) -> None:
+def touch(block: mmap.mmap | memoryview) -> None:
     """Writes to every page of the machine now, so that none of them faults under a request. Of new memory only: it is zeroed."""
     np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 0
 

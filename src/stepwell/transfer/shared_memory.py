@@ -1,154 +1,171 @@
-"""A block of host memory that several processes of this machine map: one makes it under a name, the others open it.
+"""A block of host memory that two processes of this machine map: one makes it under a name, the other opens it, once.
 
     |---------------- size_bytes, for pages ----------------|-- note: 4 KiB --|
 
-The note is a few words from the one that made it to the one that opened it: what its bytes mean, and up to which job its copies
-had ended when it closed. Whoever opens it takes the name away, so that nothing is left behind by processes that are killed. Where
-nobody came to open it, its maker does when it ends, and the next that makes one does for makers that were killed: they no longer
-hold the lock on it. (A lock and not a process id in the name: containers may share this memory and not their ids.)
-What is found under a name is not trusted before its owner and size were looked at. Nothing here waits.
+    maker    memfd, and a socket of that name   <--  connects   opener
+                                                -->  the descriptor
+
+The memory is a `memfd` and the name that of an abstract socket: neither is a file. The kernel frees both when the last process
+that has them ends, so processes that are killed leave nothing behind, and `/dev/shm` may be as small as it likes. Only processes
+of the same user are answered or believed. The name is free again as soon as the block was opened.
+
+The note is from the maker to the opener: what its bytes mean, and up to which job its copies had ended when it closed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
-import stat
+import socket
+import struct
 import weakref
+from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
-from typing import IO
+from threading import Thread
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.inherited_block import InheritedBlock
 from stepwell.base.units import format_bytes
-from stepwell.transfer.copy_engine import map_now, touch
+from stepwell.transfer.copy_engine import free_bytes, map_now, touch
 
-SHARED_ROOT = Path("/dev/shm")
-PREFIX = "stepwell-"  # of all names
 NOTE_BYTES = 4096
 MEANING_BYTES = 32
+ANSWER_S = 10.0  # until the maker, whose thread only waits for this, must have answered
+_CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
 class SharedBlock:
-    """Memory of `size_bytes`, mapped for as long as this object lives. Raises ConfigError where it cannot be had."""
+    """Memory of `size_bytes`, mapped for as long as this object lives."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        try:
-            self._map = mmap.mmap(fd, size_bytes + NOTE_BYTES)
-        finally:
-            os.close(fd)
+    def __init__(self, memory: memoryview, size_bytes: int) -> None:
+        self._memory = memory
         self.size_bytes = size_bytes
 
     @classmethod
-    def make(cls, name: str, size_bytes: int, *, meaning: str, root: Path = SHARED_ROOT) -> SharedBlock:
-        """New memory under a name, all of it taken now. What was left under that name is taken away first, and what processes
-        that are no more have made.
+    def make(cls, name: str, size_bytes: int, *, meaning: str) -> SharedBlock:
+        """New memory, all of it taken now, for the one process that opens this name. Raises ConfigError where there is too
+        little, or while another block of this name waits to be opened.
         """
-        path = root / (PREFIX + name)
-        path.unlink(missing_ok=True)
-        _remove_orphans(root)
-        _must_fit(size_bytes, root)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        locked = os.fdopen(os.dup(fd), "rb")
-        try:
-            fcntl.flock(locked, fcntl.LOCK_EX)
-            os.posix_fallocate(fd, 0, size_bytes + NOTE_BYTES)  # else the lack of room would kill whoever writes first
-        except OSError as error:
-            os.close(fd)
-            _remove(path, locked, os.getpid())
-            raise ConfigError(_no_room(size_bytes, root, str(error.strerror))) from error
-        block = cls(fd, size_bytes)
-        weakref.finalize(block, _remove, path, locked, os.getpid())
-        touch(block._map)
+        if size_bytes + NOTE_BYTES > (free := free_bytes()):
+            raise ConfigError(
+                f"{format_bytes(size_bytes)} of host memory cannot be had ({format_bytes(free)} are free): set a smaller "
+                "host_memory"
+            )
+        memory = InheritedBlock(size_bytes + NOTE_BYTES)
+        block = cls(memory.view, size_bytes)
+        touch(block._memory)
         block._note(8, _digest(meaning))
+        weakref.finalize(block, _withdraw, _offered(name, memory), os.getpid())
         return block
 
     @classmethod
-    def open(cls, name: str, size_bytes: int, *, root: Path = SHARED_ROOT) -> SharedBlock:
-        """The memory that another process of this machine made under a name, which is gone then."""
-        path = root / (PREFIX + name)
+    def open(cls, name: str, size_bytes: int) -> SharedBlock:
+        """The memory that another process of this machine made under a name. Raises ConfigError where it cannot be had."""
+        fd = _fetched(name)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except OSError as error:
-            raise ConfigError(
-                f"the memory that a worker shares with the scheduler is not at {path} ({error.strerror}): all workers of an "
-                "engine must run on one machine, and see the same /dev/shm"
-            ) from error
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_size != size_bytes + NOTE_BYTES:
+            found = os.fstat(fd).st_size
+            if found != size_bytes + NOTE_BYTES:
+                raise ConfigError(
+                    f"a worker shares {found} bytes of memory, and {size_bytes + NOTE_BYTES} are expected: restart vLLM"
+                )
+            mapped = mmap.mmap(fd, found)
+        finally:
             os.close(fd)
-            raise ConfigError(f"{path} is not the memory that a worker of this engine made: remove it and start again")
-        block = cls(fd, size_bytes)
-        path.unlink(missing_ok=True)
-        map_now(block._map)
-        return block
+        map_now(mapped)
+        return cls(memoryview(mapped), size_bytes)
 
     @property
     def view(self) -> memoryview:
         """The part that is for pages."""
-        return memoryview(self._map)[: self.size_bytes]
+        return self._memory[: self.size_bytes]
 
     @property
     def meaning(self) -> str:
         """A digest of what its maker said that its bytes mean."""
         start = self.size_bytes + 8
-        return self._map[start : start + MEANING_BYTES].hex()
+        return bytes(self._memory[start : start + MEANING_BYTES]).hex()
 
     @property
     def ended_job(self) -> int:
         """Up to which job all copies had ended well when its maker closed; 0 when it has not."""
-        return int.from_bytes(self._map[self.size_bytes : self.size_bytes + 8], "little")
+        return int.from_bytes(self._memory[self.size_bytes : self.size_bytes + 8], "little")
 
     def note_ended(self, job: int) -> None:
         self._note(0, job.to_bytes(8, "little"))
 
     def _note(self, offset: int, data: bytes) -> None:
         start = self.size_bytes + offset
-        self._map[start : start + len(data)] = data
+        self._memory[start : start + len(data)] = data
 
 
-def _remove(path: Path, locked: IO[bytes], maker: int) -> None:
-    """Takes a name away if it is still that of the file, in the process that made it: one that was forked leaves it alone."""
+def _offered(name: str, memory: InheritedBlock) -> socket.socket:
+    """A socket of this name whose thread hands the descriptor to the first process of this user that connects, and ends."""
+    offer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        offer.bind(_address(name))
+    except OSError as error:
+        offer.close()
+        raise ConfigError(
+            f"host memory of this name is offered already ({error.strerror}): one engine can have one StepwellConnector, and two "
+            "engines need two engine_ids in --kv-transfer-config"
+        ) from error
+    offer.listen()
+    Thread(target=_hand_over, args=(offer, memory), name=f"shared-memory-{name}", daemon=True).start()
+    return offer
+
+
+def _hand_over(offer: socket.socket, memory: InheritedBlock) -> None:
+    """`memory` is held, and with it its descriptor, until it was handed over or withdrawn."""
+    with offer:
+        while True:
+            try:
+                asking, _ = offer.accept()
+            except OSError:
+                return  # withdrawn
+            with asking:
+                if _user_of(asking) == os.geteuid():
+                    try:
+                        socket.send_fds(asking, [b"\0"], [memory.fd])
+                        return
+                    except OSError:
+                        pass  # the process that asked has ended
+
+
+def _withdraw(offer: socket.socket, maker: int) -> None:
+    """Ends the thread that waits for an opener. In a process that was forked it is left alone: it has no such thread."""
     if os.getpid() == maker:
-        try:
-            if os.path.samestat(os.lstat(path), os.fstat(locked.fileno())):
-                path.unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass  # somebody has opened it
-    locked.close()
+        with suppress(OSError):  # it was opened, and closed then
+            offer.shutdown(socket.SHUT_RDWR)
 
 
-def _remove_orphans(root: Path) -> None:
-    """Takes away what this user's processes have made that are no more: nobody holds the lock, and it has a size already."""
-    for path in root.glob(PREFIX + "*"):
+def _fetched(name: str) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.settimeout(ANSWER_S)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # another user's, or gone
-        try:
-            found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-        except OSError:
-            pass  # its maker lives
-        finally:
-            os.close(fd)
+            asking.connect(_address(name))
+            if _user_of(asking) != os.geteuid():
+                raise ConfigError(
+                    f"another user's process offers the memory {name!r} of this engine's worker: choose another engine_id"
+                )
+            _, fds, _, _ = socket.recv_fds(asking, 1, 1)
+        except OSError as error:
+            raise ConfigError(
+                f"the host memory that a worker shares with the scheduler is not offered ({error}): all workers of an engine "
+                "must run on one machine, and in one network namespace (in one container)"
+            ) from error
+        if not fds:
+            raise ConfigError("a worker ended while the scheduler opened the host memory that they share: see its log")
+        return int(fds[0])
+
+
+def _user_of(connected: socket.socket) -> int:
+    _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
+
+
+def _address(name: str) -> str:
+    return f"\0stepwell-{name}"
 
 
 def _digest(meaning: str) -> bytes:
     return blake2b(meaning.encode(), digest_size=MEANING_BYTES).digest()
-
-
-def _must_fit(size_bytes: int, root: Path) -> None:
-    room = os.statvfs(root)
-    if size_bytes + NOTE_BYTES > room.f_bavail * room.f_frsize:
-        raise ConfigError(_no_room(size_bytes, root, f"{format_bytes(room.f_bavail * room.f_frsize)} are free"))
-
-
-def _no_room(size_bytes: int, root: Path, why: str) -> str:
-    return (
-        f"{format_bytes(size_bytes)} of shared memory cannot be had in {root} ({why}): give less host_memory, or more room there "
-        "(--shm-size or --ipc=host of a container)"
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -71,19 +70,6 @@ def test_groups_of_other_namespaces_are_not_followed(root: Path) -> None:
 def test_huge_pages_must_be_allowed(root: Path, text: str, health: Health) -> None:
     write(root / "sys/kernel/mm/transparent_hugepage/enabled", text)
     assert machine.huge_pages(root).health is health
-
-
-def test_shared_memory_that_is_missing_is_broken_only_where_the_store_needs_it(tmp_path: Path) -> None:
-    nowhere = tmp_path / "none"
-    assert machine.shared_memory(nowhere).health is Health.SLOW
-    assert machine.shared_memory(nowhere, needed=True).health is Health.BROKEN
-
-
-def test_shared_memory_as_small_as_docker_makes_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    small = os.statvfs_result((4096, 4096, 16384, 16384, 16384, 0, 0, 0, 0, 255))  # 64 MiB
-    monkeypatch.setattr(os, "statvfs", lambda path: small)
-    found = machine.shared_memory(tmp_path, needed=True)
-    assert found.health is Health.BROKEN and "64.0 MiB" in found.found and "--shm-size" in found.change
 
 
 def test_the_disk_is_measured_where_the_store_would_be_and_nothing_is_left(
@@ -194,7 +180,7 @@ def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examinat
 def test_this_machine_is_examined_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json", "--store", f"log:{tmp_path}"])
     told = json.loads(capsys.readouterr().out)
-    assert [each["check"] for each in told["findings"]][:5] == ["disk", "memory", "cgroup", "huge pages", "shared memory"]
+    assert [each["check"] for each in told["findings"]][:5] == ["disk", "memory", "cgroup", "huge pages", "CUDA"]
     assert status == (1 if told["broken"] else 0)
     assert told["broken"] == any(each["health"] == "broken" for each in told["findings"])
 

@@ -44,7 +44,6 @@ def examine(store: str | None, environment: Mapping[str, str], clock: Clock) -> 
     yield machine.memory()
     yield machine.group_limit()
     yield machine.huge_pages()
-    yield machine.shared_memory(needed=(store or "").startswith("shared-log:"))
     yield from libraries.gpu()
     yield from libraries.packages()
 

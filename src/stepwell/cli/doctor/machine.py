@@ -1,8 +1,7 @@
-"""Memory of a machine: what is free, what control groups leave of it, huge pages, shared memory. Reads files of the kernel."""
+"""Memory of a machine: what is free, what control groups leave of it, huge pages. Reads files of the kernel."""
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from stepwell.cli.doctor.finding import Finding, broken, fine, slow
 from stepwell.transfer.copy_engine import free_bytes
 
 LEAST_FREE_BYTES = 1 << 30
-LEAST_SHARED_BYTES = 256 << 20  # several clients of a shared log, 32 MiB for each of their threads
 _GROUPS = "sys/fs/cgroup"
 _HUGE = "sys/kernel/mm/transparent_hugepage/enabled"
 
@@ -49,19 +47,6 @@ def huge_pages(root: Path = Path("/")) -> Finding:
     if chosen[1] == "never":
         return slow("huge pages", "never", f"echo madvise > /{_HUGE}: the host tier is mapped and copied faster")
     return fine("huge pages", chosen[1])
-
-
-def shared_memory(where: Path = Path("/dev/shm"), *, needed: bool = False) -> Finding:
-    """`needed`: whether the store keeps values there on their way between processes."""
-    say = broken if needed else slow
-    change = "give the container more (--shm-size 2g, or an emptyDir of medium Memory), or remount it with a larger size="
-    try:
-        sizes = os.statvfs(where)
-    except OSError as error:
-        return say("shared memory", f"{where}: {error.strerror}", f"mount a tmpfs at {where}: shared logs need it")
-    free, size = sizes.f_bavail * sizes.f_frsize, sizes.f_blocks * sizes.f_frsize
-    found = f"{format_bytes(free)} free of {format_bytes(size)} in {where}"
-    return fine("shared memory", found) if free >= LEAST_SHARED_BYTES else say("shared memory", found, change)
 
 
 def _own_group(root: Path) -> list[Path]:

@@ -110,8 +110,8 @@ def rows_of(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     if not _is_one_run(block) or size != group.block_bytes or (len(tensor) > 1 and step < size):
         raise ConfigError(
             f"a block of group {group.number} should be one run of {group.block_bytes} bytes, and is {size} bytes of shape "
-            f"{list(block.shape)} with strides {list(block.stride())}, {step} bytes before the next block: choose another KV cache "
-            "layout, or run without Stepwell"
+            f"{list(block.shape)} with strides {list(block.stride())}, {step} bytes before the next block: choose another KV "
+            "cache layout, or run without Stepwell"
         )
     raw = torch.tensor([], dtype=torch.uint8, device=tensor.device)
     return raw.set_(tensor.untyped_storage(), tensor.storage_offset() * width, (len(tensor), size), (step, 1))

@@ -1,4 +1,4 @@
-"""Blocks of vLLM's attention backends, whose dimensions lie in memory in many orders: each is accepted, and none meets another."""
+"""Blocks of vLLM's attention backends may have their dimensions in any order in memory; two orders never share values."""
 
 from __future__ import annotations
 

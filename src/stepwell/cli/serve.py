@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
+_OPEN_FILES = 65536
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -116,6 +118,7 @@ def _hang_ups() -> Iterator[Callable[[], bool]]:
 
 def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     have_few_heaps()
+    _allow_open_files()
     try:
         from stepwell.engine.building.build import open_and_build
         from stepwell.engine.ops.guarded import by_library
@@ -199,6 +202,14 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     finally:
         heap.close()
     return 0
+
+
+def _allow_open_files() -> None:
+    """Raises the limit on open files to what the system allows: the usual 1,024 are fewer than the connections of a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _collect_often() -> None:

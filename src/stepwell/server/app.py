@@ -74,7 +74,7 @@ def _models_router(served: Served) -> APIRouter:
 def _metrics_router(served: Served) -> APIRouter:
     router = APIRouter(dependencies=[] if served.open_metrics else [watching(served.principals)])
 
-    @router.get("/metrics")
+    @router.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
         return Response(await asyncio.to_thread(served.metrics.page), media_type=CONTENT_TYPE_LATEST)
 

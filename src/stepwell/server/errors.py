@@ -25,6 +25,7 @@ CLIENT_CLOSED = 499  # the client left before its answer: nobody reads it
 _SHOWN = 4  # of the ways in which one field is wrong
 _LONGEST_PATH = 200
 _LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
+_RETRY_S = 5  # after which a client may try again what was refused because the server is full or stops
 
 
 class ApiError(Exception):
@@ -39,8 +40,19 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         return {"error": {"message": str(self)[:_LONGEST], "type": self.type, "param": self.param, "code": self.code}}
 
+    def headers(self) -> dict[str, str]:
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        return {"Retry-After": str(_RETRY_S)} if self.status == 503 else {}
+
 
 class ErrorResponse(JSONResponse):
+    @staticmethod
+    def of(error: ApiError, *, close: bool = False) -> ErrorResponse:
+        """`close`: the connection ends with it."""
+        headers = error.headers() | ({"Connection": "close"} if close else {})
+        return ErrorResponse(error.body(), status_code=error.status, headers=headers)
+
     def render(self, content: Any) -> bytes:
         return json.dumps(content).encode()  # in ASCII: what is quoted may not be text that can be encoded
 
@@ -57,24 +69,22 @@ def api_error(error: StepwellError) -> ApiError:
 def install_errors(app: FastAPI) -> None:
     """Answers every exception of a route."""
 
-    def answer(error: ApiError, headers: dict[str, str] | None = None) -> ErrorResponse:
-        return ErrorResponse(error.body(), status_code=error.status, headers=headers)
-
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> ErrorResponse:
-        return answer(error, {"WWW-Authenticate": "Bearer"} if error.status == 401 else None)
+        return ErrorResponse.of(error)
 
     @app.exception_handler(StepwellError)
     async def engines(request: Request, error: StepwellError) -> ErrorResponse:
-        return answer(api_error(error))
+        return ErrorResponse.of(api_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def parameters(request: Request, error: RequestValidationError) -> ErrorResponse:
-        return answer(of_problems([{**each, "loc": each["loc"][1:]} for each in error.errors()]))
+        return ErrorResponse.of(of_problems([{**each, "loc": each["loc"][1:]} for each in error.errors()]))
 
     @app.exception_handler(HTTPException)
     async def routes(request: Request, error: HTTPException) -> ErrorResponse:
-        return answer(_of_route(request, error), dict(error.headers or {}))
+        made = _of_route(request, error)
+        return ErrorResponse(made.body(), status_code=made.status, headers=error.headers)
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
@@ -84,7 +94,7 @@ def install_errors(app: FastAPI) -> None:
     async def bugs(request: Request, error: Exception) -> ErrorResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         made = ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error")
-        return answer(made, {"Connection": "close"})  # as it will be
+        return ErrorResponse.of(made, close=True)  # as it will be
 
 
 def _of_route(request: Request, error: HTTPException) -> ApiError:

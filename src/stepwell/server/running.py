@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -24,6 +24,7 @@ from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.requests.request import Delta
+from stepwell.server.access.connections import Idle
 from stepwell.server.access.door import Door
 from stepwell.server.access.principals import Principals, Tenant
 from stepwell.server.ahead import Ahead
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
 LAST_CALL_S = 5  # after that, for answers that are ended to say so
 KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
-MAX_CONNECTIONS = 1024
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,8 @@ class ModelServer:
             traces=traces,
         )
         door = Door(engine.clock)
-        self._server = _Server(_config(build_app(self.served, self._stores, door)), door, drain_s, hung_up)
+        config = _config(build_app(self.served, self._stores, door), Idle(self.served.metrics.refused))
+        self._server = _Server(config, door, drain_s, hung_up)
         self._server.on_hang_up = self.renew_tenants
         self._principals = principals
         self._read_tenants = read_tenants
@@ -200,9 +201,10 @@ class ModelServer:
         self._server.stop()
 
 
-def _config(app: FastAPI) -> uvicorn.Config:
+def _config(app: FastAPI, idle: Idle) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=cast("type[asyncio.Protocol]", idle.protocol),  # any callable that makes one will do
         log_config=None,  # it says what it has to say in the same log
         log_level="warning",
         ws="none",
@@ -210,7 +212,6 @@ def _config(app: FastAPI) -> uvicorn.Config:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_CALL_S,
-        limit_concurrency=MAX_CONNECTIONS,
     )
 
 

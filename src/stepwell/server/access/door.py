@@ -1,14 +1,17 @@
 """The door of the server, before any route: notes when a request arrived, refuses those that may not come in, says whose it is.
 
-A door that closes lets those who are inside finish, and tells others to ask elsewhere. Requests for other names are refused, and
-bodies that are too large. Errors that go out are counted and logged. Whose a request is, is found once and left with it for the
-route to ask. Reads no bodies, decides no answers.
+A door that closes lets the requests that are inside finish, and refuses others. It also refuses requests while MOST_INSIDE are
+inside, but for probes, for which more connections are reserved. Requests for other names are refused, and bodies that are too
+large. Errors that go out are counted and logged. Each request has an id, the client's `x-request-id` or a new one, which its
+response carries. The tenant of a request is found once, and kept with it for the route. Reads no bodies, decides no answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import uuid
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
@@ -26,8 +29,10 @@ log = logging.getLogger(__name__)
 
 _ARRIVED = "stepwell.arrived_s"
 _ALWAYS_OPEN = ("/metrics", "/health", "/ready", "/v1/loads")  # which also tell how the end goes
-_PRINCIPAL, _FAILED = "stepwell.principal", "stepwell.failed"
-_CLOSE = {"Connection": "close"}  # what is left of a body would hold the connection
+_PRINCIPAL, _FAILED, _REQUEST_ID = "stepwell.principal", "stepwell.failed", "stepwell.request_id"
+_ID_HEADER = b"x-request-id"
+_PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # fits into a header and a line of the log
+MOST_INSIDE, RESERVED = 1024, 64  # requests at once, and probes in addition
 _TOO_LARGE, _TOO_SLOW = "body_too_large", "body_timeout"
 IDLE_S, MOST_S = 30.0, 600.0  # that a client which has not sent all of a body may be silent, and that a body may take
 _LEFT_S = 1.0  # of silence, after which what is left of a body is not read before an answer that has not asked for it
@@ -54,6 +59,16 @@ class Door:
     def now(self) -> float:
         return self._clock.now()
 
+    def refusal(self, path: str) -> ApiError | None:
+        """Why a request may not come in now; None if it may."""
+        probes = path in _ALWAYS_OPEN
+        if self.closed_at_s is not None and not probes:
+            return ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
+        if self.num_inside >= MOST_INSIDE + (RESERVED if probes else 0):
+            why = f"{self.num_inside} requests are under way, as many as this server takes: ask another one, or again later"
+            return ApiError(503, why, type=SERVER, code="overloaded")
+        return None
+
 
 class Doorway:
     """An ASGI application around all others."""
@@ -69,10 +84,11 @@ class Doorway:
             await self._app(scope, receive, send)
             return
         scope[_ARRIVED] = self._door.now()
+        scope[_REQUEST_ID] = _id_of(scope)
         sending = self._noted(scope, send)
-        if self._door.closed_at_s is not None and scope["path"] not in _ALWAYS_OPEN:
-            error = ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
-            await ErrorResponse(error.body(), status_code=503, headers=_CLOSE)(scope, receive, sending)
+        refusal = self._door.refusal(scope["path"])
+        if refusal is not None:  # what is left of a body would hold the connection
+            await ErrorResponse.of(refusal, close=True)(scope, receive, sending)
             return
         self._door.num_inside += 1
         try:
@@ -84,8 +100,11 @@ class Doorway:
 
     def _noted(self, scope: Scope, send: Send) -> Send:
         async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400 and message["status"] != CLIENT_CLOSED:
-                self._note(scope, message["status"])
+            if message["type"] == "http.response.start":
+                if message["status"] >= 400 and message["status"] != CLIENT_CLOSED:
+                    self._note(scope, message["status"])
+                id_header = (_ID_HEADER, scope[_REQUEST_ID].encode())
+                message = {**message, "headers": [*message.get("headers", ()), id_header]}
             await send(message)
 
         return sending
@@ -97,7 +116,7 @@ class Doorway:
 
     def _log(self, scope: Scope, status: int) -> None:
         """Why is left out: that may quote what the client sent."""
-        fields = {"method": scope["method"], "path": scope["path"][:_LONGEST_PATH], "status": status}
+        fields = {**origin_of(scope), "method": scope["method"], "status": status}
         principal = scope.get(_PRINCIPAL)
         if principal is not None and principal.name is not None:
             fields["tenant"] = principal.name
@@ -107,6 +126,19 @@ class Doorway:
 def arrived_s(request: Request) -> float:
     """When a request came to the door, by the engine's clock."""
     return float(request.scope[_ARRIVED])
+
+
+def origin_of(scope: Scope) -> dict[str, str]:
+    """Where a request comes from and where it goes, for lines of the log."""
+    client = scope.get("client")
+    origin = {"request_id": str(scope[_REQUEST_ID]), "path": scope["path"][:_LONGEST_PATH]}
+    return origin if client is None else {**origin, "client": str(client[0])}
+
+
+def _id_of(scope: Scope) -> str:
+    """The id that the client gave a request, or a new one."""
+    given = next((value for name, value in scope["headers"] if name == _ID_HEADER), b"")
+    return given.decode() if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def note_error(scope: Scope, status: int) -> None:
@@ -129,7 +161,7 @@ class HostCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._names and _name(Headers(scope=scope).get("host", "")) not in self._names:
             error = ApiError(421, "this server does not go by that name; start it with --allow-host NAME", code="unknown_host")
-            await ErrorResponse(error.body(), status_code=error.status, headers=_CLOSE)(scope, receive, send)
+            await ErrorResponse.of(error, close=True)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -158,7 +190,7 @@ class BodyLimit:
         body = _Body(receive, self._idle_s, self._most_s, is_whole=not _has_body(scope))
         if _declared(scope) > self._max_bytes:
             error = ApiError(413, self._message(), code=_TOO_LARGE)
-            await ErrorResponse(error.body(), status_code=413)(scope, receive, self._answering(body, send, self._idle_s))
+            await ErrorResponse.of(error)(scope, receive, self._answering(body, send, self._idle_s))
         else:
             await self._app(scope, self._counted(body), self._answering(body, send, _LEFT_S))
 

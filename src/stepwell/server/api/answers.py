@@ -25,7 +25,7 @@ from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
 from stepwell.engine.running.runner import RANK_LOST
 from stepwell.engine.sampling.edits import OFF_GRAMMAR
 from stepwell.engine.scheduling.scheduler import NO_ROOM
-from stepwell.server.access.door import note_error
+from stepwell.server.access.door import arrived_s, note_error, origin_of
 from stepwell.server.errors import SERVER, ApiError, api_error
 from stepwell.server.monitoring.activity_log import log_ended
 from stepwell.server.served import Served
@@ -42,24 +42,26 @@ class Answers:
     """The answers to one HTTP request, one for each ask. For the event loop's thread."""
 
     def __init__(
-        self, served: Served, asks: Sequence[Ask], *, id: str, left_s: float | None = None,
-        headers: Mapping[str, str], on_begun: Callable[[], None] = lambda: None,
+        self, served: Served, asks: Sequence[Ask], *, id: str, request: Request, on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`id` is what clients and the log call the request. What has not ended in `left_s` is aborted, and its client told.
+        """`id` is what clients and the log call the answers. Answers that have not ended when the time of the request is over are
+        aborted, and its client gets an error.
 
-        `on_begun` is called once the first of them has begun, or none will; it may be called again. `headers` may name the span
-        of the client that the request is part of.
+        `on_begun` is called once the first of them has begun, or none will; it may be called again. Headers of the request may
+        name the client's span.
         """
         self._served = served
         self._id = id
         self._on_begun = on_begun
-        self._on_ended = None if served.traces is None else served.traces.listener(id, headers)
+        self._origin = origin_of(request.scope)
+        self._on_ended = None if served.traces is None else served.traces.listener(id, request.headers)
         self._asks = asks
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
         self._late = False
         self.failed: int | None = None  # the status of the error that they ended with
+        left_s = served.left_s(arrived_s(request))
         self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
@@ -161,7 +163,7 @@ class Answers:
                     delta = replace(delta, finish=Finish.LATE)
                 if delta.finish is not None:
                     metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
-                    log_ended(self._id, choice, ask, delta)
+                    log_ended(self._id, choice, ask, delta, self._origin)
                     if self._on_ended is not None:  # not on the engine's thread
                         loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)
             finally:

@@ -90,13 +90,13 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
-    id, left_s = f"{form.prefix}-{uuid.uuid4().hex}", served.left_s(arrived_s(request))
+    id = f"{form.prefix}-{uuid.uuid4().hex}"
 
     def begun() -> None:
         if peers is not None:
             peers.done(taken)
 
-    answers = Answers(served, asks, id=id, left_s=left_s, headers=request.headers, on_begun=begun)
+    answers = Answers(served, asks, id=id, request=request, on_begun=begun)
     await answers.begin()
     envelope = {"id": id, "created": int(time.time()), "model": body.model}
     if body.stream:

@@ -105,7 +105,7 @@ def responses_router(served: Served) -> APIRouter:
             )
             form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
         made = _Made(body)
-        answers = Answers(served, asks, id=made.id, left_s=served.left_s(arrived_s(request)), headers=request.headers)
+        answers = Answers(served, asks, id=made.id, request=request)
         await answers.begin()
         if body.stream:
             return EventStream(answers, _events(answers, form, made))

@@ -6,7 +6,7 @@ Numbers and names alone: never what a prompt or an answer says. Decides nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from stepwell.engine.engine import Engine
@@ -18,10 +18,12 @@ EVERY_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def log_ended(request: str, choice: int | None, ask: Ask, delta: Delta) -> None:
-    """`delta` is an answer's last. `choice` is for requests with several answers, each of which has a line."""
+def log_ended(request: str, choice: int | None, ask: Ask, delta: Delta, origin: Mapping[str, str]) -> None:
+    """`delta` is an answer's last. `choice` is for requests with several answers, each of which has a line. `origin` says where
+    the request came from.
+    """
     usage = delta.usage
-    fields: dict[str, object] = {"id": request}
+    fields: dict[str, object] = {"id": request, **origin}
     if choice is not None:
         fields["choice"] = choice
     if ask.tenant is not None:

@@ -19,6 +19,7 @@ import torch
 
 from stepwell.engine import Engine
 from stepwell.engine.ops.drawing import Draw, pick
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.to_host import HostCopy
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.requests.request import Chunk
@@ -55,7 +56,7 @@ class LateDevice:
 
     def _start(self, engine: Engine, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
         logits = engine._runner.run(chunks, put_unread=None if before is None else before.put_into)
-        return Unread.of(chunks, logits, pick=self._pick, to_host=self._to_host)
+        return Unread.of(chunks, logits, Kernels(pick=self._pick, to_host=self._to_host))
 
     def _noted(self, chunks: Sequence[Chunk], **more: Any) -> torch.Tensor:
         self.passes.append([*chunks])

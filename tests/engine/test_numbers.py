@@ -25,13 +25,26 @@ def test_numbers_arrive_as_they_were(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_large_ones_go_another_way(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_ones_go_by_the_given_copy(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     sent: list[int] = []
-    monkeypatch.setattr(numbers, "_send_large", lambda target, pinned: (sent.append(len(pinned)), target.copy_(pinned)))
     values, target = torch.arange(size), torch.full((size,), -1)
-    numbers._send(target, values)
+    numbers._send(target, values, lambda target, pinned: (sent.append(len(pinned)), target.copy_(pinned)))
     assert torch.equal(target, values) and sent == ([size] if size > SMALL else [])
+
+
+def test_choosing_kernels_changes_nothing_for_other_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models in one process: each sends by its own kernel, and the first one's report gets no failures of the second's."""
+    pytest.importorskip("triton")
+    from stepwell.engine.ops import kernels
+
+    before = dict(vars(numbers))
+    monkeypatch.setattr(kernels, "_has_flashinfer", lambda: False)
+    one, other = (kernels.choose_kernels("auto", "cuda", torch.bfloat16) for _ in range(2))
+    assert dict(vars(numbers)) == before
+    assert one.send is not other.send and one.send is not numbers.copy
+    made = numbers.on_device(np.arange(3 * SMALL), "cpu", other.send)
+    assert len(made) == 3 * SMALL and not one.report.failed and not other.report.failed
 
 
 def test_shapes_kinds_and_lists_stay() -> None:

@@ -174,7 +174,7 @@ def _spilling(
     host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
     return Spilling(
         spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
-        best=kernels.best_beside, asks_host=lambda: not kernels.spilled_stay_on_device,
+        best=kernels.best_beside, send=kernels.send, asks_host=lambda: not kernels.spilled_stay_on_device,
     )  # fmt: skip
 
 

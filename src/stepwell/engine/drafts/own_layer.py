@@ -24,6 +24,7 @@ from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.mtp import MtpLayer, load_mtp
 from stepwell.engine.ops.guarded import Report
 from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.numbers import Send
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.requests.request import Chunk
 from stepwell.tiers.lease import Lease
@@ -52,7 +53,7 @@ def load_own_layer(
     return LoadedDraft(
         states=states,
         identity=MTP,
-        over=lambda inside, rows: OwnLayerDraft(layer, DevicePages(spec, rows, inside=inside)),
+        over=lambda inside, rows: OwnLayerDraft(layer, DevicePages(spec, rows, inside=inside), target.kernels.send),
     )
 
 
@@ -60,8 +61,9 @@ class OwnLayerDraft:
     reads_stream = True
     kernels: Report | None = None  # it has the model's
 
-    def __init__(self, layer: MtpLayer, pages: DevicePages) -> None:
+    def __init__(self, layer: MtpLayer, pages: DevicePages, send: Send) -> None:
         self._layer = layer
+        self._send = send
         self._pages = pages
         self._hidden: WeakKeyDictionary[Lease, Hidden] = WeakKeyDictionary()
 
@@ -97,7 +99,7 @@ class OwnLayerDraft:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _batch(self, segments: Sequence[RequestRows]) -> Batch:
-        return Batch(segments, self._pages, device=self._layer.device, dtype=self._layer.dtype, first_seen=1)
+        return Batch(segments, self._pages, device=self._layer.device, dtype=self._layer.dtype, first_seen=1, send=self._send)
 
     def _piece(self, chunk: Chunk, hidden_NC: torch.Tensor) -> tuple[RequestRows, torch.Tensor]:
         """A chunk's tokens, without token 0, and the hidden states of the tokens before each."""

@@ -88,4 +88,5 @@ class SeparateDraft:
             self._forward(segments)
 
     def _forward(self, segments: Sequence[RequestRows]) -> torch.Tensor:
-        return self._model.forward(Batch(segments, self._pages, device=self._model.device, dtype=self._model.dtype))
+        model = self._model
+        return model.forward(Batch(segments, self._pages, device=model.device, dtype=model.dtype, send=model.kernels.send))

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 
 FORBIDDEN = -3.0e38
 WORD_BITS = 32
@@ -50,8 +51,8 @@ def words_for(vocab: int) -> int:
     return -(-vocab // WORD_BITS)
 
 
-def edited(logits_BV: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tensor:
-    """Logits (fp32) with the edits made; those that were given stay as they are."""
+def edited(logits_BV: torch.Tensor, edits: Sequence[Edit | None], send: Send = copy) -> torch.Tensor:
+    """Logits (fp32) with the edits made; those that were given stay as they are. `send` is `Kernels.send`."""
     rows = [row for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return logits_BV
@@ -59,32 +60,34 @@ def edited(logits_BV: torch.Tensor, edits: Sequence[Edit | None]) -> torch.Tenso
     together = max(EDITED_TOGETHER // logits_BV.shape[1], 1)
     for start in range(0, len(rows), together):
         some = rows[start : start + together]
-        row_E = on_device(some, logits_BV.device)
-        edited_BV.index_copy_(0, row_E, _edited(logits_BV[row_E], [edit for row in some if (edit := edits[row]) is not None]))
+        row_E = on_device(some, logits_BV.device, send)
+        made = [edit for row in some if (edit := edits[row]) is not None]
+        edited_BV.index_copy_(0, row_E, _edited(logits_BV[row_E], made, send))
     return edited_BV
 
 
-def _edited(logits_EV: torch.Tensor, edits: Sequence[Edit]) -> torch.Tensor:
+def _edited(logits_EV: torch.Tensor, edits: Sequence[Edit], send: Send) -> torch.Tensor:
     """In place."""
-    _put(logits_EV, [(e.biased, e.biases) for e in edits], lambda logit_N, bias_N: logit_N + bias_N)
-    _put(logits_EV, [(e.repeated, np.full(len(e.repeated), e.repetition)) for e in edits], _repeated)
-    _put(logits_EV, [(e.used, e.penalties) for e in edits], lambda logit_N, penalty_N: logit_N - penalty_N)
-    _put(logits_EV, [(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in edits], _unless_unsound)
-    _forbid_others(logits_EV, edits)
-    _forbid_unlikely(logits_EV, edits)
+    put = partial(_put, logits_EV, send=send)
+    put([(e.biased, e.biases) for e in edits], lambda logit_N, bias_N: logit_N + bias_N)
+    put([(e.repeated, np.full(len(e.repeated), e.repetition)) for e in edits], _repeated)
+    put([(e.used, e.penalties) for e in edits], lambda logit_N, penalty_N: logit_N - penalty_N)
+    put([(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in edits], _unless_unsound)
+    _forbid_others(logits_EV, edits, send)
+    _forbid_unlikely(logits_EV, edits, send)
     return logits_EV
 
 
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _put(logits_EV: torch.Tensor, places: Sequence[tuple[Ids, Numbers]], change: Change) -> None:
+def _put(logits_EV: torch.Tensor, places: Sequence[tuple[Ids, Numbers]], change: Change, *, send: Send) -> None:
     counts = [len(ids) for ids, _ in places]
     if not sum(counts):
         return
-    row_N = on_device(np.repeat(np.arange(len(places)), counts), logits_EV.device)
-    id_N = on_device(np.concatenate([ids for ids, _ in places]).astype(np.int64), logits_EV.device)
-    value_N = on_device(np.concatenate([values for _, values in places]).astype(np.float32), logits_EV.device)
+    row_N = on_device(np.repeat(np.arange(len(places)), counts), logits_EV.device, send)
+    id_N = on_device(np.concatenate([ids for ids, _ in places]).astype(np.int64), logits_EV.device, send)
+    value_N = on_device(np.concatenate([values for _, values in places]).astype(np.float32), logits_EV.device, send)
     logits_EV[row_N, id_N] = change(logits_EV[row_N, id_N], value_N)
 
 
@@ -96,25 +99,25 @@ def _unless_unsound(logit_N: torch.Tensor, value_N: torch.Tensor) -> torch.Tenso
     return torch.where(logit_N.isfinite(), value_N, logit_N)
 
 
-def _forbid_others(logits_EV: torch.Tensor, edits: Sequence[Edit]) -> None:
+def _forbid_others(logits_EV: torch.Tensor, edits: Sequence[Edit], send: Send) -> None:
     rows = [row for row, edit in enumerate(edits) if len(edit.allowed)]
     if not rows:
         return
     vocab, device = logits_EV.shape[1], logits_EV.device
-    words_EW = on_device(np.stack([edits[row].allowed for row in rows]), device)
+    words_EW = on_device(np.stack([edits[row].allowed for row in rows]), device, send)
     bit_EWb = (words_EW[:, :, None] >> torch.arange(WORD_BITS, device=device, dtype=torch.int32)) & 1
     allowed_EV = bit_EWb.flatten(1)[:, :vocab].bool()
-    row_E = on_device(rows, device)
+    row_E = on_device(rows, device, send)
     kept_EV = logits_EV[row_E]
     logits_EV[row_E] = kept_EV.where(allowed_EV | ~kept_EV.isfinite(), FORBIDDEN)
 
 
-def _forbid_unlikely(logits_EV: torch.Tensor, edits: Sequence[Edit]) -> None:
+def _forbid_unlikely(logits_EV: torch.Tensor, edits: Sequence[Edit], send: Send) -> None:
     rows = [row for row, edit in enumerate(edits) if edit.within is not None]
     if not rows:
         return
-    row_E = on_device(rows, logits_EV.device)
-    within_E1 = on_device(np.array([edits[row].within for row in rows], np.float32), logits_EV.device)[:, None]
+    row_E = on_device(rows, logits_EV.device, send)
+    within_E1 = on_device(np.array([edits[row].within for row in rows], np.float32), logits_EV.device, send)[:, None]
     kept_EV = logits_EV[row_E]
     low_EV = kept_EV < kept_EV.amax(dim=-1, keepdim=True) - within_E1
     logits_EV[row_E] = kept_EV.where(~low_EV | ~kept_EV.isfinite(), FORBIDDEN)

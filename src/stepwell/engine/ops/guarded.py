@@ -1,7 +1,8 @@
-"""A fast operation with the plain one behind it, and what people are told of both.
+"""A fast operation with its reference in plain torch as the fallback, and the report of which of them runs.
 
-An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
-What a library has no kernel for goes there too, and is said once.
+An operation whose kernel a library cannot build or launch runs in plain torch from then on, with one warning and a count:
+slower, never wrong. What a library has no kernel for runs there too, and is logged once. Every other error fails the pass: an
+assertion or a wrong argument in this package is a bug, and a fallback would hide it behind slow answers.
 """
 
 from __future__ import annotations
@@ -9,9 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
+
+# What libraries raise for a compiler that fails or is missing, for a cache that cannot be written, and for a failed launch.
+_BUILD_OR_LAUNCH = (RuntimeError, OSError, ImportError, SubprocessError)
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ def by_library(lines: Mapping[str, str]) -> str:
 
 
 class Guarded:
-    """A fast operation with the plain one behind it: what fails once is not tried again, what has no kernel goes there alone."""
+    """A fast operation with a fallback. A kernel that failed is not tried again; a call without a kernel falls back alone."""
 
     def __init__(self, name: str, fast: Callable[..., Any], plain: Callable[..., Any], report: Report) -> None:
         self._name = name
@@ -72,10 +77,21 @@ class Guarded:
         except torch.cuda.OutOfMemoryError:
             raise  # not the kernel's fault, and plain torch needs no less
         except Exception as error:
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                raise  # the step was computed before it is recorded
+            if not _of_a_library(error) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                raise  # a bug of ours; or a step that was computed before it is captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._report.failed[self._name] = f"{type(error).__name__}: {reason:.200}"
             library = self._report.chosen.get(self._name, "its library")
             log.warning("%s by %s failed, and runs in plain torch from now on", self._name, library, exc_info=True)
             return self._plain(*args, **more)
+
+
+def _of_a_library(error: Exception) -> bool:
+    """Whether a library failed to build or launch a kernel. An error of another type does where its code raised it."""
+    if isinstance(error, _BUILD_OR_LAUNCH):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    package = "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package != __name__.partition(".")[0]

@@ -17,7 +17,7 @@
     tokens         ops/to_host.py         Triton: into pinned memory, where copy engines may be busy
     numbers        passes/numbers.py      Triton: from pinned memory, for the same reason
 
-An operation whose kernel fails to build or to run goes on in plain torch, with one warning and a count: slower, never wrong.
+An operation whose kernel cannot be built or launched runs in plain torch from then on (`guarded.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from stepwell.engine.ops.recurrent_tokens import Tokens
 from stepwell.engine.ops.selection import AttendSelected, Best, Select, attend_selected, best, select
 from stepwell.engine.ops.to_host import ToHost, to_host
 from stepwell.engine.passes import numbers
+from stepwell.engine.passes.numbers import Send
 from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.places import Places, Read
@@ -112,6 +113,7 @@ class Kernels:
     gate: Gate = pointwise.gate
     pick: Pick = pick
     to_host: ToHost = to_host
+    send: Send = numbers.copy  # of numbers too large for the driver to send among a stream's commands
     experts: RunExperts = run_experts
     convolve: Convolve = recurrent.convolve
     recur: Recur = recurrent.recur
@@ -154,7 +156,7 @@ def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) ->
     else:
         log.warning("Triton is not there, so most of a pass runs in plain torch, which is slow on a GPU: %s", _INSTALL)
     if _has_flashinfer():
-        fast |= _flashinfer(report, torch.device(device))
+        fast |= _flashinfer(report, torch.device(device), fast.get("send", numbers.copy))
     else:
         log.warning("attention runs in plain torch, which is slow on a GPU: %s", _INSTALL)
     return Kernels(report=report, **fast)
@@ -187,11 +189,12 @@ def _triton(report: Report) -> dict[str, Any]:
     report.chosen |= dict.fromkeys(
         ("index", "entries", "rows", "hot rows", "pointwise", "experts", "drawing", "tokens", "numbers"), "triton"
     )
-    numbers.send_large_by(Guarded("numbers", TritonFromHost(), numbers.copy, report))
+    send = Guarded("numbers", TritonFromHost(), numbers.copy, report)
     names = ("write_keys_values", "angles", "add_norm", "gate")
     made = {name: Guarded("pointwise", getattr(fast, name), getattr(pointwise, name), report) for name in names}
     return made | {
-        "pick": Guarded("drawing", fast_pick, pick, report),
+        "send": send,
+        "pick": Guarded("drawing", partial(fast_pick, send=send), pick, report),
         "to_host": Guarded("tokens", TritonToHost(), to_host, report),
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),
@@ -225,21 +228,21 @@ def _recurrence(report: Report) -> dict[str, Any]:
     }
 
 
-def _flashinfer(report: Report, device: torch.device) -> dict[str, Any]:
+def _flashinfer(report: Report, device: torch.device, send: Send) -> dict[str, Any]:
     from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    attention = FlashInferAttention(device)
+    attention = FlashInferAttention(device, send)
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made
     from stepwell.engine.ops.on_flashinfer.picked import FlashInferPicked
 
     made["attend_picked"] = Guarded("picked rows", FlashInferPicked(attention), attend_picked, report)
-    return made | _flashinfer_latent(report, device)
+    return made | _flashinfer_latent(report, device, send)
 
 
-def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
+def _flashinfer_latent(report: Report, device: torch.device, send: Send) -> dict[str, Any]:
     """Over latents. Rows in eight bits, and picked ones, are gathered by Triton before FlashInfer reads them."""
     from stepwell.engine.ops.on_flashinfer.latent import FlashInferLatent, highest
     from stepwell.engine.ops.on_triton.selection import TritonSelect
@@ -247,7 +250,7 @@ def _flashinfer_latent(report: Report, device: torch.device) -> dict[str, Any]:
     from stepwell.engine.ops.on_triton.shared import TritonShared
 
     report.chosen |= {"latents": "flashinfer", "picked rows": "flashinfer", "index": "triton and flashinfer"}
-    latent = FlashInferLatent(device)
+    latent = FlashInferLatent(device, send)
     fast_select = TritonSelect(highest)
     return {
         "attend_latent": Guarded("latents", latent, attend_latent, report),

@@ -29,6 +29,7 @@ from stepwell.engine.ops.fades import ChannelFades, Fades, HeadFades
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent_tokens import Ready, Tokens
 from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.numbers import Send, copy
 from stepwell.engine.passes.pages import DevicePages
 
 CHUNK_TOKENS = 64
@@ -46,6 +47,7 @@ class Points:
     spans: tuple[tuple[slice, slice], ...]  # segments and their rows: all singles first, then run by run
     num_singles: int
     starts: Sequence[int]  # segment s has rows [starts[s], starts[s + 1])
+    send: Send = copy  # how larger numbers go to the device
     plans: dict[Hashable, Any] = field(default_factory=dict)  # what kernels work out once for all layers
 
     @classmethod
@@ -60,6 +62,7 @@ class Points:
             spans=tuple(spans),
             num_singles=singles,
             starts=starts,
+            send=batch.send,
         )
 
     @property

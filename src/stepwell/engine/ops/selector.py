@@ -25,7 +25,7 @@ import torch
 from stepwell.base.tasks import PageIds
 from stepwell.engine.ops.selection import Best, LastScores, Picked, Selection, best
 from stepwell.engine.passes.batch import Batch
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, on_device
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.sparse.summaries import Summary
@@ -57,7 +57,7 @@ class Selector:
         plan = ("units", self.summary.unit)
         if plan not in paging.plans:
             spans = [(look.position, look.end, look.pages) for look in paging.looks[paging.num_singles :]]
-            paging.plans[plan] = self._units(spans, rows.stored_PRE.shape[1], rows_of, rows.stored_PRE.device)
+            paging.plans[plan] = self._units(spans, rows.stored_PRE.shape[1], rows_of, rows.stored_PRE.device, paging.sight.send)
         page_U, kept_U, unit_U, row_UR = paging.plans[plan]
         if len(page_U):
             made_UC = self.summary.make(self._keys(rows.written(kept_U[:, None], row_UR)))
@@ -70,7 +70,9 @@ class Selector:
         if not spans:
             return
         rows_PLRE, state_PLRE = batch.pages.state_PLRE(self.keys), batch.pages.state_PLRE(self.state)
-        page_U, kept_U, unit_U, row_UR = self._units(spans, rows_PLRE.shape[2], batch.rows_of(self.keys), rows_PLRE.device)
+        page_U, kept_U, unit_U, row_UR = self._units(
+            spans, rows_PLRE.shape[2], batch.rows_of(self.keys), rows_PLRE.device, batch.send
+        )
         row_ULRE = rows_PLRE[kept_U[:, None], :, row_UR].transpose(1, 2)
         made_YC = self.summary.make(self._keys(row_ULRE.flatten(0, 1).to(batch.dtype)))
         state_PLRE[page_U, :, unit_U] = made_YC.unflatten(0, row_ULRE.shape[:2]).to(state_PLRE.dtype)
@@ -96,7 +98,7 @@ class Selector:
         return keys
 
     def _units(
-        self, spans: Sequence[tuple[int, int, PageIds]], page_rows: int, rows_of: RowsOf, device: torch.device
+        self, spans: Sequence[tuple[int, int, PageIds]], page_rows: int, rows_of: RowsOf, device: torch.device, send: Send
     ) -> tuple[torch.Tensor, ...]:
         """Of the units that tokens `[position, end)` of some pages complete: the prefix page and the page of its rows, the row of
         the summary, those of keys.
@@ -109,7 +111,7 @@ class Selector:
             units.append(unit % (page_rows // size))
         page, unit = np.concatenate(pages), np.concatenate(units)
         kept = rows_of(page.astype(np.int32))
-        numbers = on_device(np.concatenate([page, kept, unit]), device)
+        numbers = on_device(np.concatenate([page, kept, unit]), device, send)
         page_U, kept_U, unit_U = numbers.split((len(page),) * 3)
         return page_U, kept_U, unit_U, unit_U[:, None] * size + torch.arange(size, device=device)
 

@@ -23,7 +23,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Prefix
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.groups import Groups
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Look, Paging, Sight
@@ -66,12 +66,13 @@ class Batch:
     def __init__(
         self, segments: Sequence[RequestRows], pages: DevicePages, *, device: str | torch.device, every_token: bool = False,
         dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
-        arriving: Sequence[Arriving] = (),
+        arriving: Sequence[Arriving] = (), send: Send = copy,
     ) -> None:  # fmt: skip
         """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`.
-        `arriving` are loads that bring some of the pages, and are waited for layer by layer.
+        `arriving` are loads that bring some of the pages; each layer waits for its own bytes. `send` is `Kernels.send`.
         """
         self._dtype = dtype
+        self.send = send
         self._first_seen = first_seen
         self.segments = segments
         self.pages = pages.while_arriving(arriving) if arriving else pages
@@ -169,13 +170,13 @@ class Batch:
         spec, each_page = self.spec, _longest_group(self.spec) > self.spec.page_tokens
         if spec.parts(Kind.PREFIX):
             prefix = [page for s in self.segments for page in _begun(s.prefix_pages, s, spec.page_tokens, 0, each_page)]
-            self.pages.clear(Kind.PREFIX, prefix)
+            self.pages.clear(Kind.PREFIX, prefix, self.send)
         if self.pages.spilling is not None:
             self.pages.spilling.begin()
         if spec.parts(Kind.WINDOW):
             size = spec.window_page_tokens
             windows = [page for s in self.segments for page in _begun(s.window_pages, s, size, s.first_window, False)]
-            self.pages.clear(Kind.WINDOW, windows)
+            self.pages.clear(Kind.WINDOW, windows, self.send)
         if self.open_groups is not None:
             for part in spec.parts(Kind.POINT) if self.open_groups.needed else ():
                 self.pages.wait_for_state(part.state)  # these are read and written beside the pages of this pass
@@ -204,9 +205,12 @@ class Batch:
             for segment, (first, pages), start, stop in zip(self.segments, spans, self.starts, self.starts[1:], strict=False)
         ]
         page_N, row_N = self.numbers(*self._slots(size, window))
+        sight = Sight(
+            page_tokens=size, window=window, first_seen=self._first_seen, device=self.device, dtype=self._dtype, send=self.send
+        )
         return Paging(
             looks,
-            Sight(page_tokens=size, window=window, first_seen=self._first_seen, device=self.device, dtype=self._dtype),
+            sight,
             page_N=page_N,
             row_N=row_N,
             num_singles=self.num_singles,
@@ -235,7 +239,7 @@ class Batch:
 
     def numbers(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Numbers on the device, sent together."""
-        joined = on_device(np.concatenate(values).astype(np.int64, copy=False), self.device)
+        joined = on_device(np.concatenate(values).astype(np.int64, copy=False), self.device, self.send)
         parts: tuple[torch.Tensor, ...] = joined.split([len(each) for each in values])
         return parts
 

@@ -172,7 +172,7 @@ class _Maker:
         return OpenRows(slot=self._tensor(joined[:, 0]), row=self._tensor(joined[:, 1]), of=self._tensor(joined[:, 2]))
 
     def _tensor(self, values: Indices) -> torch.Tensor:
-        return on_device(values, self._batch.device)
+        return on_device(values, self._batch.device, self._batch.send)
 
 
 def _triples(slot: int | None, row: Indices, of: Indices | int) -> Indices:

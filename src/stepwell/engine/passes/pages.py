@@ -5,8 +5,8 @@ Knows no requests: which pages are whose is said by a `Batch`.
 
 from __future__ import annotations
 
+import copy as shallow
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 from stepwell.engine.passes.rows import RowFormat, Rows
 from stepwell.jobs.executors import Arriving
 
@@ -59,7 +59,7 @@ class DevicePages:
         """The same for one pass over pages of which some are on their way. Whoever asks for a layer, or for a whole state, makes
         what is queued on the device from then on wait for it.
         """
-        made = copy(self)
+        made = shallow.copy(self)
         made._arriving = tuple(arriving)
         return made
 
@@ -93,13 +93,13 @@ class DevicePages:
         places = self.spilling.of_layer(name, layer) if spilled and self.spilling is not None else None
         return Rows(self.layer_PRE(name, layer), kept, dtype, places)
 
-    def clear(self, kind: Kind, ids: list[int]) -> None:
+    def clear(self, kind: Kind, ids: list[int], send: Send = copy) -> None:
         """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
         if ids:
             for pages in self._cleared[kind]:
-                pages[on_device(np.array(ids, np.int64), pages.device)] = 0
+                pages[on_device(np.array(ids, np.int64), pages.device, send)] = 0
             if kind is Kind.PREFIX and self.spilling is not None:
-                self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist())
+                self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist(), send)
 
     def copy_point(self, source: int, target: int) -> None:
         """Copies a point page, behind what is queued on the device."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from stepwell.base.tasks import PageIds
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +47,7 @@ class Sight:
     first_seen: int
     device: str | torch.device
     dtype: torch.dtype  # of masks
+    send: Send = copy  # how larger numbers go to the device
 
     def mask(self, here: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Added to scores: 0 where a token may look, -inf elsewhere."""
@@ -173,7 +174,7 @@ class Paging:
         for row, look in enumerate(looks):
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
             rest[:, row] = look.position, look.first
-        together = on_device(np.concatenate([table.flatten(), rest.flatten()]), self.sight.device)
+        together = on_device(np.concatenate([table.flatten(), rest.flatten()]), self.sight.device, self.sight.send)
         table_X, position_B, first_B = together.split((count * longest, count, count))
         return Singles(
             start=looks[0].start, stop=looks[-1].stop, table_BP=table_X.view(count, longest), position_B=position_B,
@@ -181,7 +182,7 @@ class Paging:
         )  # fmt: skip
 
     def _run(self, look: Look) -> Run:
-        pages_P = on_device(look.pages.astype(np.int64), self.sight.device)
+        pages_P = on_device(look.pages.astype(np.int64), self.sight.device, self.sight.send)
         return Run(
             start=look.start, stop=look.stop, pages_P=pages_P, position=look.position, first=look.first, sight=self.sight,
             picks_from=look.picks_from,

@@ -22,6 +22,7 @@ from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
 from stepwell.engine.passes.beside import AS_ALL, FIRST, Beside
 from stepwell.engine.passes.near import Best, Near
+from stepwell.engine.passes.numbers import Send, copy
 from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
 from stepwell.engine.passes.stages import Stages
@@ -119,7 +120,8 @@ class Spilling:
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
-        resolve: Resolve, fetch: Fetch, best: Best, read: Read = Places.read, asks_host: Callable[[], bool] = lambda: True,
+        resolve: Resolve, fetch: Fetch, best: Best, read: Read = Places.read, send: Send = copy,
+        asks_host: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`. `asks_host`
         says whether these operations, as they run now, wait for the device. `best` finds what is near.
@@ -152,7 +154,7 @@ class Spilling:
                 self.places, self._plan, self.group_of, rows=sizes.selected + sizes.near, by_score=sizes.by_score,
                 resolve=resolve, fetch=fetch, best=best,
             )  # fmt: skip
-        self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead)
+        self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead, send=send)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
         self._hot_rows, self._beside_bytes = sizes.hot_pages * spec.page_tokens, sizes.extra_bytes(spec)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.base.tasks import PageIds
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Fetch, Plan
@@ -47,8 +47,8 @@ class _Sides:
 class Stages:
     """One scratch for a layer of the longest run, or two. Those of `ahead` need no more than a second one."""
 
-    def __init__(self, places: Places, pages: int, *, fetch: Fetch, ahead: bool) -> None:
-        self._places, self._fetch = places, fetch
+    def __init__(self, places: Places, pages: int, *, fetch: Fetch, ahead: bool, send: Send = copy) -> None:
+        self._places, self._fetch, self._send = places, fetch, send
         stored = places.rows_PLRE
         self._scratch_SPRE = stored.new_zeros(2 if ahead else 1, pages, *stored.shape[2:])
         self._side = torch.cuda.Stream(places.device) if ahead and places.device.type == "cuda" else None
@@ -112,4 +112,4 @@ class Stages:
         self.copied_bytes += staged.on_host * scratch_PRE[0].nbytes
 
     def _numbers(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return on_device(values.astype(np.int64, copy=False), self._places.device)
+        return on_device(values.astype(np.int64, copy=False), self._places.device, self._send)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from stepwell.engine.passes.groups import Groups, Indices, OpenRows, Seen
-from stepwell.engine.passes.numbers import on_device
 
 if TYPE_CHECKING:
     from stepwell.engine.passes.batch import Batch, RequestRows
@@ -69,7 +68,7 @@ class StepGroups:
 
     def _upload(self, batch: Batch) -> torch.Tensor:
         made = np.stack([self._of(segment) for segment in batch.segments])
-        return on_device(np.concatenate([made[:, :_NUMBERS].T.flatten(), made[:, _NUMBERS:].flatten()]), batch.device)
+        return batch.numbers(np.concatenate([made[:, :_NUMBERS].T.flatten(), made[:, _NUMBERS:].flatten()]))[0]
 
     def _of(self, segment: RequestRows) -> Indices:
         """A group that does not close has the place of an entry that the token's own page has anyway: it stays as it is."""

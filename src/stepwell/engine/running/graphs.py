@@ -78,7 +78,7 @@ class Still(Batch):
     def __init__(self, like: Batch, lengths: Lengths) -> None:
         self.pages, self.device, self._dtype, self._first_seen = like.pages, like.device, like.dtype, 0
         self.segments, self.num_singles, self.starts = like.segments, like.num_singles, like.starts
-        self.open_groups = like.open_groups
+        self.open_groups, self.send = like.open_groups, like.send
         self.tokens_N, self.positions_N, self.wanted = (
             each.clone() for each in (like.tokens_N, like.positions_N, like.wanted)
         )  # fmt: skip

@@ -186,12 +186,12 @@ class Runner:
 
     def choices(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> WaitForChoices:
         """Tokens for the chunks of a pass, once they are waited for."""
-        return partial(Choices, logits, choosing_for(chunks), self.model.kernels.pick, self.model.kernels.to_host)
+        return partial(Choices, logits, choosing_for(chunks), self.model.kernels)
 
     def start(self, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
         """A pass that is read when the next one was started. `before` is the one that is not read yet."""
         logits = self.run(chunks, put_unread=None if before is None else before.put_into)
-        return Unread.of(chunks, logits, pick=self.model.kernels.pick, to_host=self.model.kernels.to_host)
+        return Unread.of(chunks, logits, self.model.kernels)
 
     def warm_up(self, cache: Cache, max_alone: int) -> None:
         """Draws in every way. Where rows may spill, one token behind as many as make a selector pick; nothing where so many have
@@ -259,6 +259,7 @@ class Runner:
             dtype=self.model.dtype,
             open_groups=self._open_groups,
             arriving=arriving,
+            send=self.model.kernels.send,
         )
 
     def _segment(self, chunk: Chunk) -> RequestRows:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.engine.ops.drawing import Pick
 from stepwell.engine.ops.editing import edited
-from stepwell.engine.ops.to_host import HostCopy, ToHost
+from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.to_host import HostCopy
 from stepwell.engine.passes.numbers import on_device
 from stepwell.engine.requests.request import Chunk
 from stepwell.engine.sampling.choices import draw_of
@@ -38,18 +38,18 @@ class Unread:
     on_host: HostCopy
 
     @classmethod
-    def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, *, pick: Pick, to_host: ToHost) -> Unread:
+    def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, kernels: Kernels) -> Unread:
         """Chooses on the device, and starts to bring the tokens to the host."""
         completed = [chunk for chunk in chunks if chunk.completes]
         unread = [(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed]
-        logits_BV = edited(logits_BV, [edit_of(request, unread=count) for request, count in unread])
-        token_B = pick(logits_BV, [draw_of(request, count) for request, count in unread])
+        logits_BV = edited(logits_BV, [edit_of(request, unread=count) for request, count in unread], kernels.send)
+        token_B = kernels.pick(logits_BV, [draw_of(request, count) for request, count in unread])
         return cls(
             chunks=chunks,
             leases=[chunk.request.lease for chunk in chunks],
             rows={chunk.request.id: row for row, chunk in enumerate(completed)},
             token_B=token_B,
-            on_host=to_host(token_B),
+            on_host=kernels.to_host(token_B),
         )
 
     def read(self) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
 from stepwell.engine.ops.editing import Edit, edited
-from stepwell.engine.ops.to_host import ToHost
+from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.requests.request import Chunk, Request, TokenLogprob
 from stepwell.engine.sampling.edits import edit_of
 
@@ -94,11 +94,11 @@ WaitForChoices = Callable[[], ChosenRows]  # waits for the pass
 class Choices:
     """What was chosen from each row of a pass's logits. Waits for the pass. Logprobs are the model's, before any edit."""
 
-    def __init__(self, logits_BV: torch.Tensor, choosing: Sequence[Choosing], pick: Pick, to_host: ToHost) -> None:
+    def __init__(self, logits_BV: torch.Tensor, choosing: Sequence[Choosing], kernels: Kernels) -> None:
         self._logits_BV = logits_BV
         self._choosing = choosing
-        changed_BV = edited(logits_BV, [way.edit for way in choosing])
-        self.tokens = to_host(pick(changed_BV, [way.draw for way in choosing])).read()
+        changed_BV = edited(logits_BV, [way.edit for way in choosing], kernels.send)
+        self.tokens = kernels.to_host(kernels.pick(changed_BV, [way.draw for way in choosing])).read()
 
     @property
     def tokens_alone(self) -> bool:

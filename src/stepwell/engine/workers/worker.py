@@ -248,12 +248,15 @@ class Shard:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
                 self._open_groups.take()  # the scheduler says who has which; here there are only enough of them
         model = self.model
-        batch = Batch(given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups)
+        batch = Batch(
+            given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups,
+            send=model.kernels.send,
+        )  # fmt: skip
         logits = model.forward(batch)
         batch.copy_points()
         chosen: list[Array] = []
         if self.rank == 0:
-            chosen = pack_chosen(Choices(logits, given.choosing(), model.kernels.pick, model.kernels.to_host))
+            chosen = pack_chosen(Choices(logits, given.choosing(), model.kernels))
         if model.device.type == "cuda":
             _wait_for_pass(model.device)
         return chosen

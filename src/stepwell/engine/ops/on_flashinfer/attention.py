@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.engine.ops.guarded import NoKernel
-from stepwell.engine.passes.numbers import on_device, put
+from stepwell.engine.passes.numbers import Send, copy, on_device, put
 from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
 
@@ -72,11 +72,12 @@ class PageLists:
 class FlashInferAttention:
     """`attend` for CUDA. Keeps one workspace, and the library's own buffers for each kind of layer."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, send: Send = copy) -> None:
         import flashinfer
 
         self._library = flashinfer
         self._device = device
+        self.send = send
         self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kept: dict[tuple[Any, ...], Wrapper] = {}  # of passes that are not recorded, used again by every pass
@@ -119,11 +120,11 @@ class FlashInferAttention:
         window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
         if paging.fixed:
             made = Wrapper(self._wrapper(layer, window, decode, count))
-            return Planned(made, layer, window, page_tokens, recorded=True)
+            return Planned(made, layer, window, page_tokens, self.send, recorded=True)
         key = layer, window, decode, page_tokens, next(paging.plan_numbers) % MOST_PIECES
         if key not in self._kept:
             self._kept[key] = Wrapper(self._wrapper(layer, window, decode, None))
-        return Planned(self._kept[key], layer, window, page_tokens)
+        return Planned(self._kept[key], layer, window, page_tokens, self.send)
 
     # ---- inside -----------------------------------------------------------------------------------
 
@@ -169,8 +170,11 @@ class Wrapper:
 class Planned:
     """What some segments look at, and the wrapper that is planned for it."""
 
-    def __init__(self, wrapper: Wrapper, layer: Heads, window: int, page_tokens: int, *, recorded: bool = False) -> None:
+    def __init__(
+        self, wrapper: Wrapper, layer: Heads, window: int, page_tokens: int, send: Send, *, recorded: bool = False
+    ) -> None:
         self._wrapper = wrapper
+        self._send = send
         self._layer = layer
         self._window = window
         self._page_tokens = page_tokens
@@ -181,7 +185,7 @@ class Planned:
         """Plans for these segments. In a recorded step that is the whole change from one replay to the next."""
         lists = PageLists.of(looks, self._page_tokens)
         if self._recorded and self._lists is not None and _same_pages(self._lists, lists):
-            put(self._wrapper.made._paged_kv_last_page_len_buf, lists.last)
+            put(self._wrapper.made._paged_kv_last_page_len_buf, lists.last, self._send)
             self._wrapper.holds = lists
         else:
             self._plan(lists)
@@ -204,7 +208,7 @@ class Planned:
         wrapper, library = self._wrapper, self._wrapper.made
         if wrapper.uploaded is not None:
             wrapper.uploaded.synchronize()
-        layer, indices = self._layer, on_device(lists.indices, library.device)
+        layer, indices = self._layer, on_device(lists.indices, library.device, self._send)
         queries, starts, last = (torch.from_numpy(each) for each in (lists.queries, lists.starts, lists.last))
         library.plan(
             queries, starts, indices, last, layer.queries, layer.keys, layer.width, self._page_tokens, causal=True,

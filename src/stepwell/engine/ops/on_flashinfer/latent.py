@@ -32,6 +32,7 @@ from stepwell.engine.ops.on_flashinfer.latent_plans import (
 )
 from stepwell.engine.ops.on_triton.gather import gather_rows
 from stepwell.engine.ops.selection import Selection
+from stepwell.engine.passes.numbers import Send, copy
 from stepwell.engine.passes.paging import Look, Paging, Run, Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
 from stepwell.engine.passes.spilling import SHORT_RUN
@@ -44,11 +45,12 @@ ALIGNED_BYTES = 16  # where rows must begin
 class FlashInferLatent:
     """`attend_latent` for CUDA, and `attend_selected`. Keeps one workspace, and what the library needs for each plan."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, send: Send = copy) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
         self._made_by = BatchMLAPagedAttentionWrapper
         self._device = device
+        self._send = send
         self._kept: list[Wrapper] = []  # of passes that are not recorded, used again by every pass
 
     def __call__(self, query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
@@ -137,10 +139,10 @@ class FlashInferLatent:
     def _wrapper(self, paging: Paging) -> Wrapper:
         """A recorded step has its own. All other passes use the same ones again: the first, the second, and so on."""
         if paging.fixed:
-            return Wrapper(self._made_by(self._workspace), recorded=True)
+            return Wrapper(self._made_by(self._workspace), self._send, recorded=True)
         number = next(paging.plan_numbers)
         while number >= len(self._kept):
-            self._kept.append(Wrapper(self._made_by(self._workspace)))
+            self._kept.append(Wrapper(self._made_by(self._workspace), self._send))
         return self._kept[number]
 
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.engine.ops.on_flashinfer.attention import RECORDED_PAGES
-from stepwell.engine.passes.numbers import on_device, put
+from stepwell.engine.passes.numbers import Send, on_device, put
 from stepwell.engine.passes.paging import Look
 
 RANK, ROTATED = 512, 64  # what the library has
@@ -119,8 +119,9 @@ class Each:
 class Wrapper:
     """One of the library's wrappers, and the lists that it was last planned for."""
 
-    def __init__(self, made: Any, *, recorded: bool = False) -> None:
+    def __init__(self, made: Any, send: Send, *, recorded: bool = False) -> None:
         self._made = made
+        self._send = send
         self._recorded = recorded
         self._holds: Lists | None = None
         self._numbers_M = torch.empty(0, dtype=torch.int32, device=made.device)  # of pages, or of rows of a copy
@@ -153,11 +154,11 @@ class Wrapper:
                 self._numbers_M = torch.arange(size, dtype=torch.int32, device=self._made.device)
             return
         if not self._recorded:
-            self._numbers_M = on_device(lists.pages, self._made.device)
+            self._numbers_M = on_device(lists.pages, self._made.device, self._send)
             return
         if not len(self._numbers_M):
             self._numbers_M = torch.zeros(RECORDED_PAGES, dtype=torch.int32, device=self._made.device)
-        put(self._numbers_M[:size], lists.pages)
+        put(self._numbers_M[:size], lists.pages, self._send)
 
 
 class Planned:

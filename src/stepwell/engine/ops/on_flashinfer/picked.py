@@ -97,7 +97,7 @@ class FlashInferPicked:
             plan = self._attention.planned(layer, paging, paging.sight.page_tokens, decode=False, count=len(looks))
             plan.load(looks)
             token = np.concatenate([np.arange(look.start, look.stop) for look in looks])
-            paging.plans[key] = [(on_device(token, query_NHD.device), plan)]
+            paging.plans[key] = [(on_device(token, query_NHD.device, self._attention.send), plan)]
         for token_M, plan in paging.plans[key]:
             seen_MHD = query_NHD.new_empty(len(token_M), *query_NHD.shape[1:])
             plan.run(query_NHD[token_M], keys_and_values(rows, layer), seen_MHD, None)

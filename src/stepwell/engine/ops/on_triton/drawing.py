@@ -35,7 +35,7 @@ from stepwell.engine.ops.on_triton.weights import (
     weight_from,
     weights_of,
 )  # fmt: skip
-from stepwell.engine.passes.numbers import on_device
+from stepwell.engine.passes.numbers import Send, copy, on_device
 
 SPLIT = 4096  # tokens of one program
 MOST_SPLITS = 512
@@ -46,7 +46,7 @@ _FIELDS = tl.constexpr(16)  # of a row: the length of its list, where its last t
 _UNSOUND = tl.constexpr(UNSOUND)
 
 
-def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
+def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None], send: Send = copy) -> torch.Tensor:
     """As `ops/drawing.pick`."""
     rows, vocab = logits_BV.shape
     assert rows == len(draws), f"{len(draws)} draws from {rows} rows"
@@ -55,12 +55,12 @@ def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
         return drawing.pick(logits_BV, draws)
     together = max(LISTED // vocab, 1)
     if rows <= together:
-        return _picked(logits_BV, draws)
+        return _picked(logits_BV, draws, send)
     parts = [slice(start, start + together) for start in range(0, rows, together)]
-    return torch.cat([_picked(logits_BV[part], draws[part]) for part in parts])
+    return torch.cat([_picked(logits_BV[part], draws[part], send) for part in parts])
 
 
-def _picked(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
+def _picked(logits_BV: torch.Tensor, draws: Sequence[Draw | None], send: Send) -> torch.Tensor:
     (rows, vocab), device = logits_BV.shape, logits_BV.device
     splits = triton.cdiv(vocab, SPLIT)
     drawn = any(each is not None for each in draws)
@@ -71,7 +71,7 @@ def _picked(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tens
     row_BF, sum_BS, edge_BSE, finer_BSE = numbers.split(
         [rows * _FIELDS.value, rows * splits, *[rows * splits * EDGES.value] * 2]
     )  # fmt: skip
-    settings_B4 = on_device(settings_of(draws, vocab), device) if drawn else extreme_BS2
+    settings_B4 = on_device(settings_of(draws, vocab), device, send) if drawn else extreme_BS2
     about = (logits_BV, extreme_BS2, settings_B4, row_BF, vocab, splits, logits_BV.stride(0))
     sizes = {
         "SPLIT": min(SPLIT, triton.next_power_of_2(vocab)), "SPLITS": triton.next_power_of_2(splits),

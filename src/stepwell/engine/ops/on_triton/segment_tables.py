@@ -45,7 +45,7 @@ def _made(points: Points) -> SegmentTables:
     index_C = np.arange(len(run_C)) - first_chunk_R[run_C]
     segment_N = np.repeat(np.arange(len(start_S) - 1), np.diff(start_S))
     parts = (start_S, segment_N, run_start_R, first_chunk_R, np.stack([run_C, index_C], axis=1).reshape(-1))
-    joined = on_device(np.concatenate(parts).astype(np.int64), points.page_S.device)
+    joined = on_device(np.concatenate(parts).astype(np.int64), points.page_S.device, points.send)
     start, segment, run_start, first_chunk, run_and_index = joined.split([len(each) for each in parts])
     return SegmentTables(
         start_S=start,

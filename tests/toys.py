@@ -38,7 +38,8 @@ from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import StoreTuning
 from stepwell.policy.value import ValuePolicy
 from stepwell.sim.least_recent import LeastRecent
-from stepwell.store.api import Store
+from stepwell.store.api import Store, Traits
+from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.ticket import Ticket
 from stepwell.testing import DigestEngine, ScriptedExecutor, ScriptedStoreExecutor
 from stepwell.tiers.eviction import make_room
@@ -81,6 +82,14 @@ EVICTIONS: dict[str, ValuePolicy | None] = {"value": None, "lru": LeastRecent()}
 def text(name: int, tokens: int) -> list[int]:
     """A prompt of its own: no two names share a token."""
     return [name * 100_000 + index for index in range(tokens)]
+
+
+class LastingStore(MemoryStore):
+    """A memory store that says it outlives the process: a test keeps it when it drops the cache above."""
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, durable=True)
 
 
 class Rig:

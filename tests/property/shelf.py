@@ -20,6 +20,7 @@ from stepwell.base.prompt import manifest_key
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty
+from toys import LastingStore
 
 NO_FAULTS = Faults()
 FAULTS = {
@@ -61,7 +62,8 @@ class Shelf:
         self._faults = FAULTS[setup.sort]
         self._loses = setup.sort not in ("good", "failing")  # something that was written
         self.sleep: Callable[[float], None] = lambda seconds: None  # the cache above says what time it is
-        self.inner = (MemoryStore(_few_objects(spec, self._ranks) if "small" in setup.sort else None), MemoryStore())
+        kind = LastingStore if setup.cache.durable else MemoryStore
+        self.inner = (kind(_few_objects(spec, self._ranks) if "small" in setup.sort else None), kind())
         faulty = (self._faults, NO_FAULTS)
         self.stores = tuple(
             Faulty(inner, faults, random=Random(setup.seed), sleep=lambda seconds: self.sleep(seconds))

@@ -105,7 +105,7 @@ class CacheConfig:
     device_bytes: int | None
     host_bytes: int | None = None
     write: WritePolicy = WritePolicy.THROUGH
-    durable: bool = False  # with a store: what is committed goes down to it soon, whatever `write` says
+    durable: bool = True  # what is committed goes soon to a store that outlives the process, whatever `write` says
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     vocab_size: int | None = None  # token ids at or above it are refused
     hot_rows: int = HOT_ROWS  # of each layer, that a request keeps on the device once rows of it are on the host alone

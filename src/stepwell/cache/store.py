@@ -36,6 +36,13 @@ class StoreControl:
         """The same by page."""
         return self._tier.host_pages
 
+    @property
+    def resumable_after_s(self) -> float | None:
+        """After a kill, what was acknowledged longer ago than this can be resumed from the store. None: what is only in memory
+        may be lost, however old it is.
+        """
+        return self._tier.resumable_after_s
+
     @one_thread
     def attach(
         self, store: Store, config: StoreConfig | None = None, *, executor: StoreExecutor | None = None,

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
+from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_bytes
+from stepwell.policy.write_choice import AUTO
 from stepwell.sim.case import TIERS, Case
 from stepwell.sim.files import TraceFile
 from stepwell.sim.hardware import Hardware, hardware_from
@@ -44,6 +46,14 @@ def add_arguments(parser: ArgumentParser, *, sizes: Mapping[Tier, str] = SIZES, 
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     for tier, size in sizes.items():
         parser.add_argument(f"--{tier.label}", default=size, metavar="SIZE", help=f"{PLACES[tier]} (default: {size})")
+    parser.add_argument(
+        "--write-policy", choices=[AUTO, *(each.value for each in WritePolicy)], default=AUTO,
+        help="when pages go down a tier (default: auto, by the sizes of the tiers)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-durable", dest="durable", action="store_false",
+        help="the store gets what leaves memory, and not sooner (default: it soon gets what is cached, as in `stepwell serve`)",
+    )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--policy", default=DEFAULT, metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT})")
     if compares:
@@ -71,6 +81,8 @@ def cases_of(args: Namespace) -> list[Case]:
             checkpoint_dtype=args.checkpoint_dtype,
             page_tokens=args.page_tokens,
             requests=args.requests,
+            write=None if args.write_policy == AUTO else WritePolicy(args.write_policy),
+            durable=args.durable,
         )
         for path in args.traces
     ]

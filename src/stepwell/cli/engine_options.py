@@ -92,8 +92,9 @@ def _configure_cache(parser: ArgumentParser) -> None:
         help="when pages go to the host (default: auto, through or adaptive by the sizes of the tiers)",
     )  # fmt: skip
     parser.add_argument(
-        "--durable", action="store_true",
-        help="what is committed is in the store soon, whatever the write policy: a process that is killed starts warm",
+        "--no-durable", dest="durable", action="store_false",
+        help="with adaptive or back, the store gets what leaves memory, and not sooner: it holds more, and a kill loses what is "
+        "only in memory (default: what is cached goes soon to a store that outlives the process)",
     )  # fmt: skip
     parser.add_argument(
         "--prefetch-policy", choices=prefetch, default="timeout", help="how long requests wait for the store (default: timeout)"

@@ -10,14 +10,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import SystemClock
 from stepwell.base.units import format_bytes
 from stepwell.cli.cases import NONE, SIZES, add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
 from stepwell.cli.command import Command
-from stepwell.policy.write_choice import AUTO
 from stepwell.sim.case import Case
 from stepwell.sim.picture import draw
 from stepwell.sim.policies import POLICIES
@@ -32,9 +30,6 @@ CAPTION = "written: to host / store; checkpoints: made / used; TTFT: p50 / p95 /
 
 def configure(parser: ArgumentParser) -> None:
     add_arguments(parser, sizes={**SIZES, Tier.HOST: NONE, Tier.STORE: NONE}, compares=True)
-    parser.add_argument("--write", choices=[AUTO, *(each.value for each in WritePolicy)], default=AUTO,
-                        help="when pages go down a tier (default: auto, by the sizes of the tiers)")  # fmt: skip
-    parser.add_argument("--durable", action="store_true", help="what is committed goes to the store soon, whatever --write says")
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before figures begin (default: 0)")
     parser.add_argument("--max-model-len", type=int, metavar="N",
                         help="leave out requests of more tokens, as a server refuses them (default: none)")  # fmt: skip
@@ -45,9 +40,8 @@ def run(args: Namespace) -> int:
     if args.warm_up < 0:
         raise ConfigError(f"--warm-up must be 0 or more, got {args.warm_up}")
     names = tuple(POLICIES) if args.compare else (args.policy,)
-    policy = None if args.write == AUTO else WritePolicy(args.write)
-    how = {"durable": args.durable, "whole_blocks": args.whole_blocks, "max_model_len": args.max_model_len}
-    cases = [replace(case, policy=name, write=policy, **how) for case in cases_of(args) for name in names]
+    how = {"whole_blocks": args.whole_blocks, "max_model_len": args.max_model_len}
+    cases = [replace(case, policy=name, **how) for case in cases_of(args) for name in names]
     reports = [_watch(case, args.warm_up) for case in cases]
     if wants_tables(args):
         _print(reports)

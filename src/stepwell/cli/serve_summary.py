@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from stepwell.engine.scheduling.footprint import Footprint
     from stepwell.server.access.principals import Secrets
     from stepwell.server.access.tenants import TenantsFile
+    from stepwell.store.api import Store
 
 
 def lines(
@@ -38,12 +40,24 @@ def lines(
         *([] if config.picks is None else [("sparse", sparse(config.picks, engine.spilling))]),
         ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
+        ("after a kill", after_a_kill(cache.store.resumable_after_s, engine.stores)),
         *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
         ("API key", _who_may_ask(keys, tenants)),
         ("page", f"{address}/ui"),
         ("address", address),
     ]
+
+
+def after_a_kill(resumable_after_s: float | None, stores: Sequence[Store]) -> str:
+    """What a restart finds again after `kill -9`, or when the kernel is out of memory."""
+    if resumable_after_s:
+        return f"what was cached up to {resumable_after_s:g} s ago can be resumed from the store"
+    if resumable_after_s is not None:
+        return "what was cached can be resumed from the store, except what was on its way there"
+    if not any(store.traits.outlives_process for store in stores):
+        return "everything cached is lost: no store outlives the server (--store)"
+    return "what is only in memory is lost (--no-durable)"
 
 
 def sparse(picks: Sparse, rows: SpillReport | None) -> str:

@@ -191,8 +191,8 @@ def _tokens(served: Served, body: PromptBody) -> list[int]:
 
 
 def _write_policy(engine: Engine) -> dict[str, Any]:
-    config = engine.cache.config
-    return {"policy": config.write.value, "durable": config.durable}
+    cache = engine.cache
+    return {"policy": cache.config.write.value, "resumable_after_s": cache.store.resumable_after_s}
 
 
 def _state(engine: Engine, served: Served, stores: Stores) -> dict[str, Any]:

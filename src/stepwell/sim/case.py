@@ -37,7 +37,7 @@ class Case:
     requests: int | None = None  # of the trace, from its start; all where None
     max_model_len: int | None = None  # longer requests are left out, as a server refuses them
     write: WritePolicy | None = None  # None: by the sizes of the tiers
-    durable: bool = False
+    durable: bool = True
     whole_blocks: bool = False
 
     def __post_init__(self) -> None:

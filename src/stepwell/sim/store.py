@@ -46,7 +46,7 @@ class CountingStore:
 
     @property
     def traits(self) -> Traits:
-        return Traits(name="counting", durable=False, shared=False, groups=False, sized=True, levels=True, turn_bytes=TURN_BYTES)
+        return Traits(name="counting", durable=True, shared=False, groups=False, sized=True, levels=True, turn_bytes=TURN_BYTES)
 
     @property
     def used_bytes(self) -> int:

@@ -63,6 +63,11 @@ class Traits:
     writable: bool = True  # else nothing is offered to it: others fill it
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
+    @property
+    def outlives_process(self) -> bool:
+        """Whether what it acknowledged can be read when this process has been killed."""
+        return self.durable or self.shared
+
 
 class Read(NamedTuple):
     """A value wanted, and the memory for exactly its bytes."""

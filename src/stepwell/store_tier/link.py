@@ -196,6 +196,7 @@ class StoreLink:
     backup_bytes: int = 0  # on their way down
     num_putting: int = 0  # operations that go down
     is_late: bool = False  # things go down when memory needs their room, and not before
+    is_durable: bool = False  # what is committed goes down soon, whatever the write policy says
     displaced: Displaced  # what the store would give up for what goes down late
     is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it

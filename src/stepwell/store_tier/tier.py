@@ -81,6 +81,11 @@ class StoreTier:
         return sum(link.num_busy for link in self.links)
 
     @property
+    def num_unstored(self) -> int:
+        """The same without hints: what would be lost if the cache were closed now."""
+        return self.num_busy - sum(link.ops.num_hints for link in self.links)
+
+    @property
     def num_deferred(self) -> int:
         """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
         return sum(len(link.deferred) for link in self.links)
@@ -96,7 +101,9 @@ class StoreTier:
         return self._host_pages
 
     def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
-        """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already."""
+        """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already; if it
+        is durable, what only the device has too.
+        """
         state = self._state
         self._check(store)
         if executor is None:
@@ -123,6 +130,8 @@ class StoreTier:
         if store.traits.writable and not self.link.is_late:
             state.copies.on_saved = self._offer
             offer_everything(state, self.link)
+        if self.link.is_durable:
+            line_up_all(state, self.link)
 
     def detach(self) -> None:
         """Takes the attached store away. Its operations go on, and what waits or was to be stored late still goes down to it."""
@@ -148,7 +157,19 @@ class StoreTier:
         before (`durable`).
         """
         link = self.link
-        return link is not None and link.store.traits.writable and not link.is_late and not self._state.config.durable
+        return link is not None and link.store.traits.writable and not link.is_late and not link.is_durable
+
+    @property
+    def is_durable(self) -> bool:
+        return self.link is not None and self.link.is_durable
+
+    @property
+    def resumable_after_s(self) -> float | None:
+        """See `StoreControl.resumable_after_s`."""
+        link = self.link
+        if link is None or not link.is_durable:
+            return None
+        return 2 * link.config.delay_s(shared=link.store.traits.shared)  # each may be deferred once more
 
     @property
     def takes_late(self) -> bool:
@@ -162,9 +183,9 @@ class StoreTier:
     def offer(self, node: Node) -> None:
         """The path to a node was committed or used, and may have something that is new to the store."""
         if self.link is not None and self.link.store.traits.writable:
-            if self._state.config.durable and self._state.config.write.saves_on_eviction:
+            if self.link.is_durable and self._state.config.write.saves_on_eviction:
                 save_on_the_way(self._state, self.link, node)
-            if self._state.config.durable and is_lacking(self._state, self.link, node):
+            if self.link.is_durable and is_lacking(self._state, self.link, node):
                 line_up(self._state, self.link, node)
             offer(self._state, self.link, node)
 
@@ -186,7 +207,7 @@ class StoreTier:
             return Leaving.NOW
         if self.link.is_late:
             return leave_host(self._state, self.link, victim)
-        if self._state.config.durable:
+        if self.link.is_durable:
             return leave_for_good(self._state, self.link, victim)
         return put_before_leaving(self._state, self.link, victim)
 
@@ -311,7 +332,7 @@ class StoreTier:
         if Tier.HOST not in self._state.tree.arenas:
             raise ConfigError("a store stands below host memory: give the cache host_bytes")
         traits = store.traits
-        if (traits.durable or traits.shared) and not self._names_weights:
+        if traits.outlives_process and not self._names_weights:
             raise ConfigError(
                 f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
                 "build_cache(model=...), a digest where there is one"
@@ -337,11 +358,12 @@ class StoreTier:
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
             times=self.times,
         )  # fmt: skip
-        beliefs = Beliefs()
+        beliefs, traits = Beliefs(), store.traits
+        is_durable = state.config.durable and traits.outlives_process and traits.writable
         step = milestone_step(state.spec, state.placement)
         deferred = DeferredBackups(
-            delay_s=config.delay_s(shared=store.traits.shared),
-            most_delays=1 if state.config.durable else MOST_DELAYS,
+            delay_s=config.delay_s(shared=traits.shared),
+            most_delays=1 if is_durable else MOST_DELAYS,
             most_bytes=int(host.layout.size_bytes * DEFERRED_SHARE),
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             can_be_stored=partial(can_be_stored, beliefs),
@@ -349,12 +371,12 @@ class StoreTier:
             on_change=partial(state.tree.ranking.queue_residency, again=True),
             counters=state.counters,
         )
-        traits = store.traits
         # A store that cannot be told what memory has too would repeat it: `adaptive` then has no reason to wait.
         waits = traits.levels and traits.sized if state.config.write is WritePolicy.ADAPTIVE else True
-        is_late = state.config.write.saves_on_eviction and waits and traits.writable and not state.config.durable
+        is_late = state.config.write.saves_on_eviction and waits and traits.writable and not is_durable
         return StoreLink(
             is_late=is_late,
+            is_durable=is_durable,
             is_superseded=partial(is_superseded, milestone_pages=step // state.spec.page_tokens),
             store=store,
             config=config,

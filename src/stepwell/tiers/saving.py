@@ -51,13 +51,14 @@ def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
 
 
 def save_committed(state: CacheState, node: Node) -> None:
-    """A path was committed: saves it where that is when to, or where it costs the host nothing."""
-    write = state.config.write
-    at_once = write.saves_on_commit or (state.config.durable and not write.saves_on_eviction)
+    """A path was committed: saves it if the write policy saves on commit, or if the host has free memory for it."""
+    write, below = state.config.write, state.below
+    is_durable = below is not None and below.is_durable
+    at_once = write.saves_on_commit or (is_durable and not write.saves_on_eviction)
     if at_once or write.saves_into_free_room:
         save_path(state, node, evict=at_once)
-    if state.config.durable and state.below is not None:
-        state.below.offer(node)
+    if below is not None and is_durable:
+        below.offer(node)
 
 
 def write_back(state: CacheState, victim: Victim) -> Leaving:

@@ -123,6 +123,11 @@ class Below(Protocol):
         ...
 
     @property
+    def is_durable(self) -> bool:
+        """Whether what is committed goes down soon, whatever the write policy says, so that it outlives the process."""
+        ...
+
+    @property
     def putting_bytes(self) -> int:
         """Bytes of the host that are held until they are below, where room may wait for that."""
         ...

@@ -29,7 +29,7 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
     saves = state.config.write.saves_on_use(deepest.hits)
     if saves:
         save_path(state, deepest)
-    if state.below is not None and (saves or state.config.durable):  # what it refused before may go down now
+    if state.below is not None and (saves or state.below.is_durable):  # what it refused before may go down now
         state.below.offer(deepest)
 
 

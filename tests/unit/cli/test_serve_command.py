@@ -259,7 +259,6 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--sparse", "dsa", "--prefetch-near", "-8"), "prefetch_near must be 0 or more"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave hot_rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "write policy through"),
-        (("--durable",), "name one with store"),
         (("--checkpoint-dtype", "int8", "--host-memory", "0"), "give host_memory, or leave it out"),
         (("--checkpoint-dtype", "int8", "--tensor-parallel", "2"), "checkpoint_dtype works on one rank only"),
         (("--chunk-tokens", "0"), "chunk_tokens"),
@@ -353,6 +352,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _until_address(process)
+            assert said["after a kill"] == "what was cached up to 60 s ago can be resumed from the store"
             assert said["kernels"] == "torch" and "tokens a request" in said["model"] and "requests at once" in said["passes"]
             assert said["store"] == f"log:{where}" and said["tiers"] == ", ".join(
                 f"{tier} 16.0 MiB (16,384 tokens)" for tier in ("device", "host")
@@ -372,7 +372,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             process.kill()
     began = [
         "loading the weights of random-hybrid",
-        "write policy: adaptive (the store would repeat too much of what is above it)",
+        "write policy: adaptive (the store has at most 4 times the memory of the tiers above it)",
         f"ready model=random-hybrid address={said['address']} kernels=torch",
     ]
     assert process.returncode == 0 and "request ended id=cmpl-" in errors

@@ -1,17 +1,21 @@
-"""With `durable`, what a process acknowledged is in the store soon, whatever the write policy; a killed one finds it again."""
+"""By default what a process acknowledged is soon in a store that outlives it, whatever the write policy: one that is killed
+finds it again.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from stepwell import ModelSpec, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.tasks import ItemStatus
+from stepwell.store.api import Traits
 from stepwell.store.memory import MemoryStore
-from stepwell.store_tier.durable import line_up
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import discard_ids
-from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
+from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, LastingStore, Rig, text
 
 DELAY_S = 30.0
 MODELS = pytest.mark.parametrize("spec", [FULL, FULL_POINT, FULL_WINDOW], ids=["full", "point", "window"])
@@ -19,11 +23,11 @@ POLICIES = pytest.mark.parametrize("write", list(WritePolicy), ids=[each.value f
 
 
 def rig(
-    spec: ModelSpec, write: WritePolicy, *, pages: int = 128, host_pages: int | None = None, store: MemoryStore | None = None,
+    spec: ModelSpec, write: WritePolicy, *, pages: int = 128, host_pages: int | None = None, store: LastingStore | None = None,
     durable: bool = True,
 ) -> Rig:  # fmt: skip
     config = StoreConfig(checkpoint_delay_s=DELAY_S, recompute_tokens_per_s=1.0)
-    store = MemoryStore() if store is None else store
+    store = LastingStore() if store is None else store
     host_pages = host_pages or pages
     return Rig(spec, device_pages=pages, host_pages=host_pages, store=store, store_config=config, write=write, durable=durable)
 
@@ -31,7 +35,7 @@ def rig(
 def after_a_kill(here: Rig) -> Rig:
     """Another process over the same store: nothing was closed, and nothing flushed."""
     link = here.cache._store_tier.link
-    assert link is not None and isinstance(link.store, MemoryStore)
+    assert link is not None and isinstance(link.store, LastingStore)
     return rig(here.spec, here.config.write, store=link.store)
 
 
@@ -165,24 +169,47 @@ def test_what_has_a_time_to_live_is_not_copied_for_the_store() -> None:
     assert not here.cache.counters["save_pages"]
 
 
-def test_without_a_store_it_changes_nothing() -> None:
-    plain = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK)
-    durable = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK, durable=True)
-    for here in (plain, durable):
-        here.serve(text(1, 4 * PAGE + 1))
-        assert not here.cache.counters["save_pages"]
+@pytest.mark.parametrize("store", [None, MemoryStore()], ids=["no store", "a store that ends with the process"])
+def test_without_a_store_that_outlives_the_process_it_changes_nothing(store: MemoryStore | None) -> None:
+    here = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK, store=store)
+    here.serve(text(1, 4 * PAGE + 1))
+    assert not here.cache.counters["save_pages"] and here.cache.store.resumable_after_s is None
+
+
+@POLICIES
+def test_a_store_that_is_attached_later_gets_what_memory_has(write: WritePolicy) -> None:
+    here, prompt = Rig(FULL_POINT, device_pages=64, host_pages=64, write=write), text(1, 8 * PAGE + 1)
+    here.serve(prompt)
+    here.attach(LastingStore())
+    wait(here, DELAY_S)
+    assert after_a_kill(here).serve_fetched(prompt).store == 8 * PAGE
+
+
+@pytest.mark.parametrize(("delay_s", "shared", "found"), [(None, False, 60.0), (5.0, False, 10.0), (None, True, 0.0)])
+def test_how_old_something_must_be_to_survive_a_kill_is_reported(delay_s: float | None, shared: bool, found: float) -> None:
+    class Shared(LastingStore):
+        @property
+        def traits(self) -> Traits:
+            return replace(super().traits, shared=shared)
+
+    here = Rig(FULL, host_pages=64, store=Shared(), store_config=StoreConfig(checkpoint_delay_s=delay_s))
+    assert here.cache.store.resumable_after_s == found
+    here.cache.store.detach()
+    assert here.cache.store.resumable_after_s is None
+
+
+def test_what_is_exclusive_may_be_lost() -> None:
+    assert rig(FULL, WritePolicy.ADAPTIVE, durable=False).cache.store.resumable_after_s is None
 
 
 def test_what_waits_for_room_goes_on_waiting_when_the_end_of_it_leaves() -> None:
     """A long run leaves the device from its end: what is left of it is still to be stored."""
     here, prompt = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.BACK, durable=True), text(1, 8 * PAGE + 1)
     here.serve(prompt)
-    here.attach(MemoryStore())
-    here.settle()
+    here.attach(LastingStore())
     (node,) = [node for node in here.tree.nodes() if node.parent is not None]
     link = here.cache._store_tier.link
-    assert link is not None and not link.num_taken, "the store has it already"
-    line_up(here.state, link, node)
+    assert link is not None and list(link.unplaced) == [node], "what only the device has waits for memory on the host"
     here.tree.split(node, 4)
     end = node.runs[Tier.DEVICE]
     assert end is not None

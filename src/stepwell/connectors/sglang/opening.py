@@ -22,7 +22,7 @@ def open_verified(settings: Settings, ranks: Ranks, identity: str | None) -> Ver
         hint = f'; where several processes serve, use "store": "shared-{settings.store}"' if where.startswith("log:") else ""
         raise StoreError(f"{error}{hint}") from error
     store = VerifiedStore(opened, key=key, deadline_s=settings.deadline_s, readers=settings.readers)
-    if identity is None and (store.traits.durable or store.traits.shared):
+    if identity is None and store.traits.outlives_process:
         store.close()
         raise ConfigError(NO_WEIGHTS)
     return store

@@ -68,7 +68,7 @@ class EngineConfig:
     store_options: Mapping[str, str] = field(default_factory=dict)
     store_config: StoreConfig = field(default_factory=StoreConfig)
     write: WritePolicy | None = None  # None: by the sizes of the tiers (`write_for`)
-    durable: bool = False  # what is committed is in the store soon, whatever `write` says
+    durable: bool = True  # what is committed goes soon to a store that outlives the process; False: tiers repeat less
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
     limits: Limits | None = None  # None for what suits the device
@@ -126,8 +126,6 @@ def check_settings(config: EngineConfig) -> None:
         find_opener(config.store)
         if sizes.host_bytes is None:
             raise ConfigError(_NEEDS_HOST)
-    elif config.durable:
-        raise ConfigError("durable says that what is committed is in a store soon: name one with store, as in log:DIR")
     if config.draft not in (None, MTP, *known_names()) and not Path(str(config.draft)).exists():
         raise ConfigError(
             f"there is no draft model at {config.draft!r}: give a path, {MTP}, or one of {', '.join(known_names())}"

@@ -63,6 +63,10 @@ def test_an_object_is_an_object(client: openai.OpenAI) -> None:
         ({"guided_choice": ["left", "right"]}, "left|right"),
         ({"guided_json": {"const": True}}, "true"),
         ({"guided_grammar": 'start: "q" /[a-c]/'}, "q[abc]"),
+        ({"regex": r"\d{4}-\d{2}-\d{2}"}, r"\d{4}-\d{2}-\d{2}"),
+        ({"ebnf": 'root ::= "x" [0-9] "y"'}, r"x\dy"),
+        ({"json_schema": '{"const": true}'}, "true"),
+        ({"json_schema": {"const": 7}}, "7"),
     ],
     ids=str,
 )

@@ -65,8 +65,7 @@ def _models_router(served: Served) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        served.must_be_called(name)
-        return {"id": name, **card}
+        return {"id": served.called(name), **card}
 
     return router
 

@@ -117,11 +117,14 @@ class Served:
         """Seconds that a request still has, 0 for none; None where requests may take as long as they do."""
         return None if self.request_timeout_s is None else max(arrived_s + self.request_timeout_s - self.clock.now(), 0.0)
 
-    def must_be_called(self, name: str) -> None:
-        """Raises ApiError for a model of another name."""
+    def called(self, name: str | None) -> str:
+        """The name that an answer has for the model: the one it was asked by. Raises ApiError for a model of another name."""
+        if name is None:
+            return self.name
         if name not in self.names:
             message = f"there is no model {name!r:.200} here; this server has {', '.join(map(repr, self.names))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name
 
     def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
         """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""

@@ -141,6 +141,12 @@ def _id_of(scope: Scope) -> str:
     return given.decode() if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
 
 
+def client_of(request: Request) -> str:
+    """Whose limits a request counts against: its tenant's, or those of the address it comes from."""
+    name = principal_of(request).name
+    return name or str((request.scope.get("client") or ("",))[0])
+
+
 def note_error(scope: Scope, status: int) -> None:
     """A stream has ended with an error, when another status was long out."""
     scope[_FAILED] = status

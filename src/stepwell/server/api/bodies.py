@@ -38,12 +38,13 @@ class Kept(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with it: every chunk has the usage so far
 
 
 class Asked(Kept):
     """What completions and chats have in common."""
 
-    model: str
+    model: str | None = None  # the one that is served
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -61,6 +62,11 @@ class Asked(Kept):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None  # as SGLang names them
+    regex: str | None = None
+    ebnf: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in logprobs
     min_p: float | None = Field(None, ge=0, le=1)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -85,8 +91,8 @@ class Asked(Kept):
     def is_guided(self) -> bool:
         """Whether a grammar is to be compiled for it, which takes its time."""
         is_text = (self.response_format or {}).get("type", "text") == "text"
-        others = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
-        asked = (*others, *(self.structured_outputs or {}).values())
+        older = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        asked = (*older, self.json_schema, self.regex, self.ebnf, *(self.structured_outputs or {}).values())
         return not is_text or any(each is not None and each is not False for each in asked)
 
     @property
@@ -101,6 +107,10 @@ class Asked(Kept):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return self.wants_usage_chunk and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionBody(Asked):

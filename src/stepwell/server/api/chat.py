@@ -42,7 +42,7 @@ Message = Mapping[str, Any]
 
 
 def chat_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown(served.clock)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:

@@ -11,7 +11,7 @@ from stepwell.engine.requests.request import Ask, Delta, Finish
 from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.frames import is_framed
-from stepwell.server.api.logprobs import chat_logprobs, prompt_logprobs
+from stepwell.server.api.logprobs import Word, chat_logprobs, prompt_logprobs, words
 from stepwell.server.api.parsing.blocks import BlockParser, NamedParser, Plain
 from stepwell.server.api.parsing.counting import ThoughtCounter
 from stepwell.server.api.parsing.formats import (
@@ -49,12 +49,13 @@ def _is_special(text: Text, marker: str) -> bool:
 def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
     choice = tool_choice_of(body)
     return ChatForm(
-        served.text,
+        words(served.text, as_ids=body.return_tokens_as_token_ids),
         _parser(served, body, choice, asks[0]),
         _counter(served, body, choice, asks[0]),
         told=body.prompt_logprobs is not None,
         several=body.parallel_tool_calls is not False,
         named=choice.how is Choosing.NAMED,
+        prompt=asks[0].tokens if body.return_token_ids else None,
     )
 
 
@@ -110,11 +111,14 @@ class ChatForm:
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
     def __init__(
-        self, text: Text | None, parser: Callable[[], Parser], counter: Callable[[], ThoughtCounter] | None, *,
-        told: bool = False, several: bool = True, named: bool = False,
+        self, word: Word, parser: Callable[[], Parser], counter: Callable[[], ThoughtCounter] | None, *,
+        told: bool = False, several: bool = True, named: bool = False, prompt: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """`told`: whether logprobs of the prompt are wanted. `several`: whether more calls than one may be told."""
-        self._text = text
+        """`told`: whether logprobs of the prompt are wanted. `several`: whether more calls than one may be told. `prompt`: its
+        tokens, where token ids are wanted.
+        """
+        self._word = word
+        self._prompt = prompt
         self._parser = parser
         self._counter = counter
         self._told = told
@@ -127,10 +131,13 @@ class ChatForm:
     def opening(self, index: int) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
+    def before_all(self) -> dict[str, Any]:
+        return {} if self._prompt is None else {"prompt_token_ids": list(self._prompt)}
+
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
         begun = self._calls.get(index, 0)
         piece = self.said(index, delta)
-        if not piece and not delta.logprobs and delta.finish is None:
+        if not piece and not delta.logprobs and delta.finish is None and self._prompt is None:
             return None
         told: dict[str, Any] = {"content": piece.content} if piece.content else {}
         if piece.reasoning:
@@ -157,7 +164,8 @@ class ChatForm:
 
     def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
         """All choices have one prompt."""
-        return {"prompt_logprobs": prompt_logprobs(self._text, answers[0].prompt_logprobs)} if self._told else {}
+        told = {"prompt_logprobs": prompt_logprobs(self._word, answers[0].prompt_logprobs)} if self._told else {}
+        return {**told, **self.before_all()}
 
     def usage(self) -> dict[str, int]:
         """How many of the tokens so far, of all choices, are reasoning."""
@@ -189,12 +197,13 @@ class ChatForm:
             self._counters[index] = self._counter()
 
     def _rest(self, index: int, delta: Delta) -> dict[str, Any]:
-        logprobs = chat_logprobs(self._text, delta.logprobs) if delta.logprobs else None
+        logprobs = chat_logprobs(self._word, delta.logprobs) if delta.logprobs else None
+        ids = {} if self._prompt is None else {"token_ids": list(delta.tokens)}
         finish = delta.finish.value if delta.finish is not None else None
         calls = self._calls.get(index) and not self._named and not self.in_call(index)
         if delta.finish is Finish.STOP and calls:  # as OpenAI has it
             finish = "tool_calls"
-        return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason}
+        return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason, **ids}
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from stepwell.engine.requests.request import Ask, Delta, TokenLogprob
-from stepwell.engine.requests.text import Text
 from stepwell.server.access.door import asking
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import CompletionBody
 from stepwell.server.api.grammars import guide_of
-from stepwell.server.api.logprobs import completion_logprobs, prompt_logprobs
+from stepwell.server.api.logprobs import Word, completion_logprobs, prompt_logprobs, words
 from stepwell.server.api.replies import answer
 from stepwell.server.api.requests import DEFAULT_COMPLETION_TOKENS, Unknown, asks_of, sampling_of
 from stepwell.server.errors import ApiError
@@ -23,7 +22,7 @@ from stepwell.server.served import MAX_CHOICES, Served
 
 
 def completions_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown(served.clock)
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -52,8 +51,10 @@ def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s:
 
 
 def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> CompletionForm:
+    word = words(served.text, as_ids=body.return_tokens_as_token_ids)
+    prompts = [ask.tokens for ask in asks] if body.return_token_ids else None
     if not body.echo:
-        return CompletionForm(served.text, told=body.prompt_logprobs is not None)
+        return CompletionForm(word, told=body.prompt_logprobs is not None, prompts=prompts)
     if served.text is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     written = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -63,7 +64,7 @@ def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> Completi
     echoes = [
         Echo(text=texts[at // body.choices], first=ask.tokens[0], alone=body.max_tokens == 0) for at, ask in enumerate(asks)
     ]
-    return CompletionForm(served.text, told=body.prompt_logprobs is not None, echoes=echoes)
+    return CompletionForm(word, told=body.prompt_logprobs is not None, echoes=echoes, prompts=prompts)
 
 
 def _prompts(served: Served, prompt: str | list[str] | list[int] | list[list[int]]) -> list[list[int]]:
@@ -95,9 +96,14 @@ class CompletionForm:
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, text: Text | None, *, told: bool = False, echoes: Sequence[Echo] = ()) -> None:
-        """`told`: whether logprobs of prompts stand in a field of their own, as vLLM has them. `echoes` by choice, or none."""
-        self._text = text
+    def __init__(
+        self, word: Word, *, told: bool = False, echoes: Sequence[Echo] = (), prompts: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """`told`: whether logprobs of prompts stand in a field of their own, as vLLM has them. `echoes` by choice, or none.
+        `prompts` by choice, where token ids are wanted.
+        """
+        self._word = word
+        self._prompts = None if prompts is None else dict(enumerate(prompts))  # that are still to be written
         self._told = told
         self._echoes = dict(enumerate(echoes))  # that are still to be written
         self._alone = any(echo.alone for echo in echoes)
@@ -107,7 +113,8 @@ class CompletionForm:
         return None
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
-        return self.whole(index, delta) if delta.text or delta.logprobs or delta.finish is not None else None
+        says = delta.text or delta.logprobs or delta.finish is not None or self._prompts is not None
+        return self.whole(index, delta) if says else None
 
     def whole(self, index: int, delta: Delta) -> dict[str, Any]:
         tokens: list[TokenLogprob | int] = [] if self._alone else [*delta.logprobs]
@@ -117,9 +124,11 @@ class CompletionForm:
             tokens = [echo.first, *delta.prompt_logprobs, *tokens] if delta.logprobs else []
         logprobs = None
         if tokens:
-            logprobs = completion_logprobs(self._text, tokens, self._offsets[index])
+            logprobs = completion_logprobs(self._word, tokens, self._offsets[index])
             self._offsets[index] += sum(len(word) for word in logprobs["tokens"])
-        told = {"prompt_logprobs": prompt_logprobs(self._text, delta.prompt_logprobs)} if self._told else {}
+        told: dict[str, Any] = {"prompt_logprobs": prompt_logprobs(self._word, delta.prompt_logprobs)} if self._told else {}
+        if self._prompts is not None:
+            told |= {"token_ids": list(delta.tokens), "prompt_token_ids": self._prompts.pop(index, None)}
         finish = delta.finish.value if delta.finish is not None else None
         return {
             "index": index,
@@ -129,6 +138,9 @@ class CompletionForm:
             "stop_reason": delta.stop_reason,
             **told,
         }
+
+    def before_all(self) -> dict[str, Any]:
+        return {}
 
     def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
         return {}

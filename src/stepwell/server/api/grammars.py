@@ -2,7 +2,8 @@
 
     response_format       {"type": "text" | "json_object" | "json_schema", "json_schema": {"schema": {...}}}
     structured_outputs    one of json, json_object, regex, choice, grammar
-    guided_json, guided_regex, guided_choice, guided_grammar        as older clients name them
+    guided_json, guided_regex, guided_choice, guided_grammar        as older clients of vLLM name them
+    json_schema, regex, ebnf                                        as SGLang names them
 
 Compiles on the calling thread, which must not be the event loop's.
 """
@@ -36,7 +37,7 @@ def guide_of(served: Served, body: Asked, tenant: str | None) -> Guide | None:
 
 def grammar_of(body: Asked) -> tuple[str, Grammar] | None:
     """The field that says what an answer follows, and what that is. Raises ApiError."""
-    asked = [each for each in (_of_format(body), *_of_structured(body), *_of_older(body)) if each is not None]
+    asked = [each for each in (_of_format(body), *_of_structured(body), *_of_others(body)) if each is not None]
     if not asked:
         return None
     if len(asked) > 1:
@@ -113,11 +114,13 @@ def _of_structured(body: Asked) -> list[Asking]:
     return [(f"structured_outputs.{name}", _grammar("structured_outputs", name, value)) for name, value in given.items()]
 
 
-def _of_older(body: Asked) -> list[Asking]:
+def _of_others(body: Asked) -> list[Asking]:
     older = {
-        "json": body.guided_json, "regex": body.guided_regex, "choice": body.guided_choice, "grammar": body.guided_grammar,
+        "guided_json": ("json", body.guided_json), "guided_regex": ("regex", body.guided_regex),
+        "guided_choice": ("choice", body.guided_choice), "guided_grammar": ("grammar", body.guided_grammar),
+        "json_schema": ("json", body.json_schema), "regex": ("regex", body.regex), "ebnf": ("grammar", body.ebnf),
     }  # fmt: skip
-    return [(f"guided_{name}", _grammar(f"guided_{name}", name, value)) for name, value in older.items() if value is not None]
+    return [(field, _grammar(field, name, value)) for field, (name, value) in older.items() if value is not None]
 
 
 def _grammar(param: str, name: str, value: Any) -> Grammar:

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 
 from stepwell.engine.requests.request import Ask, Delta
-from stepwell.server.access.door import arrived_s, principal_of
+from stepwell.server.access.door import arrived_s, client_of, principal_of
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Asked
@@ -42,6 +42,10 @@ class Form(Protocol):
         """What stands before the first token of a choice in a stream, where anything does."""
         ...
 
+    def before_all(self) -> dict[str, Any]:
+        """Fields of the first chunk of a stream, in addition to its choices."""
+        ...
+
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
         """The choice of a chunk; None where there is nothing to tell yet."""
         ...
@@ -69,12 +73,11 @@ async def answer(
 ) -> Response:
     """Reads a body of some kind, makes asks of it and replies. `unknown` remembers fields that were told of. Raises ApiError."""
     body, size_bytes = await read_body(served, request, kind)
-    served.must_be_called(body.model)
-    principal = principal_of(request)
-    refuse_unsupported(body, principal, unknown)
+    model, principal = served.called(body.model), principal_of(request)
+    refuse_unsupported(body, principal, unknown, client_of(request))
     asks = await made_aside(served, body, size_bytes, principal, lambda: asks_of(served, body, principal, arrived_s(request)))
     form = await served.aside(size_bytes, lambda: form_of(served, body, asks))
-    return await _reply(request, served, body, asks, form)
+    return await _reply(request, served, body, asks, form, model)
 
 
 async def made_aside(
@@ -86,7 +89,7 @@ async def made_aside(
     return await served.aside(size_bytes, make)
 
 
-async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form) -> Response:
+async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[Ask], form: Form, model: str) -> Response:
     """Queues the asks and answers in the way the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
@@ -98,10 +101,10 @@ async def _reply(request: Request, served: Served, body: Asked, asks: Sequence[A
 
     answers = Answers(served, asks, id=id, request=request, on_begun=begun)
     await answers.begin()
-    envelope = {"id": id, "created": int(time.time()), "model": body.model}
+    envelope = {"id": id, "created": int(time.time()), "model": model}
     if body.stream:
         envelope["object"] = form.chunk_object
-        return EventStream(answers, _events(answers, body, form, envelope))
+        return EventStream(answers, _events(answers, body, asks, form, envelope))
     envelope["object"] = form.whole_object
     return await _whole(request, served, answers, body, asks, form, envelope)
 
@@ -142,15 +145,23 @@ def _is_handed_over(body: Asked, asks: Sequence[Ask]) -> bool:
     return wants_offer(body.kv_transfer_params) and len(asks) == 1 and asks[0].use_cache
 
 
-async def _events(answers: Answers, body: Asked, form: Form, envelope: dict[str, Any]) -> AsyncIterator[str]:
-    usage = {"usage": None} if body.wants_usage_chunk else {}  # then every chunk has the field
+async def _events(
+    answers: Answers, body: Asked, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
+) -> AsyncIterator[str]:  # fmt: skip
+    usage: dict[str, Any] = {"usage": None} if body.wants_usage_chunk else {}  # then every chunk has the field
+    prompt, completion = sum(len(ask.tokens) for ask in asks[:: body.choices]), 0
     begun: set[int] = set()  # choices whose first token has come
     try:
         async for index, delta in answers.deltas():
+            completion += len(delta.tokens)
+            if body.wants_usage_always:
+                total = prompt + completion
+                usage = {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
             if index not in begun:
                 begun.add(index)
+                first = form.before_all() if len(begun) == 1 else {}
                 if (opening := form.opening(index)) is not None:
-                    yield _event({**envelope, "choices": [opening], **usage})
+                    yield _event({**envelope, "choices": [opening], **usage, **first})
             if delta.prompt_logprobs:  # the first, and perhaps a long one
                 event = await asyncio.to_thread(_piece, form, index, delta, envelope, usage)
             else:
@@ -165,7 +176,7 @@ async def _events(answers: Answers, body: Asked, form: Form, envelope: dict[str,
     yield "data: [DONE]\n\n"
 
 
-def _piece(form: Form, index: int, delta: Delta, envelope: dict[str, Any], usage: dict[str, None]) -> str | None:
+def _piece(form: Form, index: int, delta: Delta, envelope: dict[str, Any], usage: dict[str, Any]) -> str | None:
     piece = form.piece(index, delta)
     return None if piece is None else _event({**envelope, "choices": [piece], **usage}, long=_are_long([delta]))
 

@@ -3,16 +3,16 @@
 Small bodies are read at once. Large ones are read on a thread, in Python: the parser in C would hold the interpreter, and with it
 every stream, for seconds (13 s for 32 MB of short lists). What no request could use is refused while it is read.
 
-Types and ranges are checked. Fields nobody knows are let through, for clients send more every year, and the log says so once for
-each. Those known to change an answer in ways this server cannot are refused, unless they ask for what happens anyway: an answer
-that silently is another one helps nobody.
+Types and ranges are checked. A few unknown fields are ignored, because clients send more every year, and the log names each once.
+Fields that would change an answer in a way this server cannot are refused, unless they ask for what happens anyway.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from json import decoder, scanner
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
 from stepwell.engine.requests.guided import Guide
 from stepwell.engine.requests.request import SEEDS, Ask, Sampling
 from stepwell.server.access.principals import Principal
@@ -33,7 +34,10 @@ log = logging.getLogger(__name__)
 _ASK_OPERATOR = "have it raised in the server's tenants file"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
 _LONG_ID = 10  # digits that no token id has
-_MOST_WARNINGS = 100  # clients choose names of fields
+MAX_UNKNOWN = 64  # fields of a body that are not known here
+_MOST_NAMES = 10_000  # of fields that the log has named, and clients that sent them
+_MOST_LINES = 20  # a minute, for fields that one client sends
+_MINUTE_S = 60.0
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "add_special_tokens": (True,),
@@ -42,26 +46,52 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
+    "custom_logit_processor": (),
+    "detokenize": (True,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
     "include_stop_str_in_output": (False,),
+    "input_embeds": (),
+    "length_penalty": (1.0,),
     "logits_processors": ([],),
+    "lora_path": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
     "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "prompt_embeds": (),
+    "return_hidden_states": (False,),
+    "return_logprob": (False,),
+    "sampling_params": ({},),
+    "separate_reasoning": (True,),
+    "stop_regex": ("", []),
     "suffix": ("",),
     "tenant": (),
+    "thinking_token_budget": (),
     "truncate_prompt_tokens": (),
+    "typical_p": (1.0,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
     "web_search_options": (),
 }
 
-_INSTEAD = {"tenant": "leave it out, and send the API key of the tenant whose request it is"}
+_INSTEAD = {
+    "lora_path": "this server has no adapters: leave it out",
+    "max_new_tokens": "send max_tokens",
+    "sampling_params": "send its fields as fields of the body",
+    "tenant": "leave it out, and send the API key of the tenant whose request it is",
+    "thinking_token_budget": "leave it out; max_tokens ends reasoning and answer together",
+}
 
-_CHANGE_NOTHING = frozenset(  # and need no warning: what OpenAI and vLLM take for their own books
+_CHANGE_NOTHING = frozenset(  # and need no warning: for accounts of others, or hints for speed alone
     (
-        "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id",
-        "safety_identifier", "service_tier", "store", "user",
+        "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+        "request_id", "rid", "safety_identifier", "service_tier", "store", "user",
     )
 )  # fmt: skip
 MAX_NESTED = 100_000  # lists and objects in one body
@@ -79,7 +109,8 @@ async def read_body(served: Served, request: Request, kind: type[B]) -> tuple[B,
     raw = await request.body()
     if len(raw) <= LARGE_BYTES:
         return _checked(kind, raw, json.loads), len(raw)
-    bounded = _Bounded(most_values=served.max_values, most_nested=MAX_NESTED)
+    most_fields = len(kind.model_fields) + MAX_UNKNOWN
+    bounded = _Bounded(most_values=served.max_values, most_nested=MAX_NESTED, most_fields=most_fields)
     return await served.aside(len(raw), lambda: _checked(kind, raw, bounded.decode)), len(raw)
 
 
@@ -90,41 +121,57 @@ def _checked(kind: type[B], raw: bytes, parse: Callable[[str], Any]) -> B:
         raise ApiError(400, "the body is not JSON: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if isinstance(values, dict) and len(values.keys() - kind.model_fields.keys()) > MAX_UNKNOWN:
+        raise _too_many_fields()
     try:
         return kind.model_validate(values)
     except ValidationError as error:
         raise of_problems(error.errors(include_url=False, include_input=False)) from None
 
 
+def _too_many_fields() -> ApiError:
+    why = f"the body has more than {MAX_UNKNOWN} fields that are not known here: leave them out"
+    return ApiError(400, why, code="too_many_fields")
+
+
 class _Bounded(json.JSONDecoder):
     """The standard library's parser as it is in Python, which lets other threads go on; strings are still read in C.
 
-    Raises ApiError for more numbers and strings, or lists and objects, than it was told of.
+    Raises ApiError for more numbers and strings, lists and objects, or fields of the outermost object, than are allowed.
     """
 
-    def __init__(self, *, most_values: int, most_nested: int) -> None:
+    def __init__(self, *, most_values: int, most_nested: int, most_fields: int) -> None:
         super().__init__()
-        values, nested = _Count(most_values, "numbers and strings"), _Count(most_nested, "lists and objects")
+        values = _Count(most_values, _too_large(most_values, "numbers and strings"))
+        nested = _Count(most_nested, _too_large(most_nested, "lists and objects"))
+        self._fields: _Count | None = _Count(most_fields, _too_many_fields())  # until the outermost object has begun
         self.parse_int = values.before(int)
         self.parse_float = values.before(float)
         self.parse_string = values.before(decoder.scanstring)  # type: ignore[attr-defined]
         self.parse_array = nested.before(decoder.JSONArray)  # type: ignore[attr-defined]
-        self.parse_object = nested.before(decoder.JSONObject)  # type: ignore[attr-defined]
+        self.parse_object = nested.before(self._object)
         self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
+
+    def _object(self, begin: Any, strict: Any, scan: Callable[..., Any], *more: Any) -> Any:
+        if self._fields is not None:
+            scan, self._fields = self._fields.before(scan), None
+        return decoder.JSONObject(begin, strict, scan, *more)  # type: ignore[attr-defined]
+
+
+def _too_large(most: int, what: str) -> ApiError:
+    return ApiError(400, f"the body holds more than {most} {what}, which no prompt here has", code="body_too_large")
 
 
 class _Count:
-    def __init__(self, most: int, what: str) -> None:
-        self._left = self._most = most
-        self._what = what
+    def __init__(self, most: int, error: ApiError) -> None:
+        self._left = most
+        self._error = error
 
     def before(self, parse: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any) -> Any:
             self._left -= 1
             if self._left < 0:
-                raise ApiError(
-                    400, f"the body holds more than {self._most} {self._what}, which no prompt here has", code="body_too_large"
-                )
+                raise self._error
             return parse(*args)
 
         return counted
@@ -134,20 +181,35 @@ class _Count:
 
 
 class Unknown:
-    """Says once in the log which fields of bodies were not understood. For the event loop's thread."""
+    """Names once in the log each field of bodies that is not known. For the event loop's thread.
 
-    def __init__(self) -> None:
-        self._said: set[str] = set()
+    A client has so many lines a minute: one that makes names up keeps no name of another client out of the log.
+    """
 
-    def note(self, names: Iterable[str]) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._named: OrderedDict[str, None] = OrderedDict()
+        self._lines: Counter[str] = Counter()  # in this minute, by client
+        self._since_s = clock.now()
+
+    def note(self, names: Iterable[str], client: str) -> None:
+        if self._clock.now() >= self._since_s + _MINUTE_S or len(self._lines) > _MOST_NAMES:
+            self._lines.clear()
+            self._since_s = self._clock.now()
         for name in names:
-            if name not in self._said and len(self._said) < _MOST_WARNINGS:
-                self._said.add(name)
-                log.warning("requests have a field %r, which is not known here and is ignored", name[:80])
+            if name in self._named or self._lines[client] >= _MOST_LINES:
+                continue
+            self._lines[client] += 1
+            self._named[name] = None
+            if len(self._named) > _MOST_NAMES:
+                self._named.popitem(last=False)
+            log.warning("requests have a field %r, which is not known here and is ignored", name[:80])
 
 
-def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> None:
-    """Raises ApiError for fields that ask for another answer than this server can make, or for more than clients may."""
+def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown, client: str) -> None:
+    """Raises ApiError for fields that ask for another answer than this server can make, or for more than clients may. Fields
+    that are not known are noted as the client's.
+    """
     if (body.priority or 0) > principal.max_priority:
         more = f"start the server with --max-priority {body.priority}" if principal.name is None else _ASK_OPERATOR
         message = f"priority may be at most {principal.max_priority} here: leave it out, or {more}"
@@ -157,14 +219,19 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown) -> N
     for name, value in fields.items():
         if value is None or name not in _ONLY_VALUES or value in _ONLY_VALUES[name]:
             continue
-        allowed = ", ".join(repr(each) for each in _ONLY_VALUES[name])
-        what = f"it may only be {allowed}" if allowed else _INSTEAD.get(name, "leave it out")
+        allowed = " or ".join(repr(each) for each in _ONLY_VALUES[name])
+        what = _INSTEAD.get(name, f"it may only be {allowed}" if allowed else "leave it out")
         raise ApiError(400, f"{name} is not supported; {what}", param=name, code="unsupported_parameter")
-    unknown.note(name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING)
+    unknown.note([name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING], client)
+    unknown.note([f"stream_options.{name}" for name in _extra(body.stream_options)], client)
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs come with whole answers: leave out stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
+
+
+def _extra(given: BaseModel | None) -> Collection[str]:
+    return () if given is None else (given.model_extra or {}).keys()
 
 
 def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str) -> None:

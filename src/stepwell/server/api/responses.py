@@ -20,8 +20,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
-from stepwell.engine.requests.request import Delta, Finish
-from stepwell.server.access.door import arrived_s, asking, principal_of
+from stepwell.engine.requests.request import Delta, Finish, Sampling
+from stepwell.server.access.door import arrived_s, asking, client_of, principal_of
 from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Body, ChatBody
 from stepwell.server.api.chat import chat_asks
@@ -45,6 +45,8 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "prompt": (),
     "prompt_logprobs": (),
     "response_format": (),  # here it is `text`
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "top_logprobs": (0,),
 }
 _KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole conversation as input"
@@ -70,7 +72,7 @@ Includable = Literal[  # parts of items that no answer here has
 class ResponsesBody(Body):
     """Other fields are those of chats: sampling, and ours for the cache."""
 
-    model: str
+    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     text: dict[str, Any] | None = None  # its format; `verbosity` may only be what it is anyway
@@ -91,20 +93,19 @@ class ResponsesBody(Body):
 
 
 def responses_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown()
+    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown(served.clock)
 
     @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
         body, size_bytes = await read_body(served, request, ResponsesBody)
-        served.must_be_called(body.model)
-        chat, principal = _chat(body), principal_of(request)
+        model, chat, principal = served.called(body.model), _chat(body), principal_of(request)
         with _naming_fields():
-            refuse_unsupported(chat, principal, unknown)
+            refuse_unsupported(chat, principal, unknown, client_of(request))
             asks = await made_aside(
                 served, chat, size_bytes, principal, lambda: chat_asks(served, chat, principal, arrived_s(request))
             )
             form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
-        made = _Made(body)
+        made = _Made(body, model, asks[0].sampling)
         answers = Answers(served, asks, id=made.id, request=request)
         await answers.begin()
         if body.stream:
@@ -199,13 +200,13 @@ def _told(text: Mapping[str, Any]) -> Mapping[str, Any]:
 class _Made:
     """One response as it grows, in OpenAI's form."""
 
-    def __init__(self, body: ResponsesBody) -> None:
+    def __init__(self, body: ResponsesBody, model: str, sampling: Sampling) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._output = Output()
         self._common = {
-            "id": self.id, "object": "response", "created_at": int(time.time()), "model": body.model,
-            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": body.temperature,
-            "top_p": body.top_p, "error": None, "metadata": body.metadata or {},
+            "id": self.id, "object": "response", "created_at": int(time.time()), "model": model,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "error": None, "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False, "tool_choice": body.tool_choice or "auto",
             "previous_response_id": None, "store": False, "text": _told(body.text or {}), "tools": body.tools or [],
             "truncation": "disabled", "max_tool_calls": body.max_tool_calls, "background": False,
@@ -213,7 +214,14 @@ class _Made:
         }  # fmt: skip
 
     def begun(self) -> dict[str, Any]:
-        return {**self._common, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        return {
+            **self._common,
+            "status": "in_progress",
+            "completed_at": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
 
     def push(self, form: ChatForm, index: int, delta: Delta) -> list[Event]:
         """What a delta adds to the output; at the end of the answer, how its last item ended."""
@@ -227,6 +235,7 @@ class _Made:
         return {
             **self._common,
             "status": status,
+            "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
             "output": self._output.items,
             "usage": {

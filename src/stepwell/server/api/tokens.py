@@ -40,13 +40,13 @@ def tokens_router(served: Served) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body, size_bytes = await read_body(served, request, TokenizeBody)
-        _must_be_called(served, body.model)
+        served.called(body.model)
         return await served.aside(size_bytes, lambda: _tokenized(served, body))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         body, size_bytes = await read_body(served, request, DetokenizeBody)
-        _must_be_called(served, body.model)
+        served.called(body.model)
         return await served.aside(size_bytes, lambda: {"prompt": served.decode(body.tokens, param="tokens", special=True)})
 
     @router.post("/v1/embeddings")
@@ -55,11 +55,6 @@ def tokens_router(served: Served) -> APIRouter:
         raise ApiError(400, message, code="unsupported_endpoint")
 
     return router
-
-
-def _must_be_called(served: Served, name: str | None) -> None:
-    if name is not None:
-        served.must_be_called(name)
 
 
 def _tokenized(served: Served, body: TokenizeBody) -> dict[str, Any]:

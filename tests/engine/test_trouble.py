@@ -17,7 +17,6 @@ from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import Purpose
 from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
 from stepwell.engine.running import runner as runner_module
-from stepwell.engine.sampling import choices as sampling_module
 from stepwell.engine.trouble import TroubleLog
 from stepwell.policy import store_use
 from stepwell.store.registry import open_store
@@ -45,18 +44,6 @@ def test_the_smallest_temperature_hurts_nobody(temperature: float) -> None:
         played = run(engine, [cold, greedy(prompt(30, seed=1), 5)])
     assert [deltas[-1].finish for deltas in played] == [Finish.LENGTH, Finish.LENGTH]
     assert tokens_of(played[0]) == alone("llama", [greedy(prompt(30), 5)])[0]
-
-
-def test_logprobs_that_raise_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*given: Any) -> int:
-        raise RuntimeError("no logprobs")
-
-    monkeypatch.setattr(sampling_module, "_logprob", failing)
-    drawn = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=1.0, logprobs=1))
-    with small() as engine:
-        played = run(engine, [drawn, greedy(prompt(30, seed=1), 5)])
-        engine.cache.audit()
-    assert [deltas[-1].finish for deltas in played] == [Finish.FAILED, Finish.LENGTH]
 
 
 def test_what_gave_no_number_is_not_cached() -> None:

@@ -28,6 +28,7 @@ DRAWN_TOGETHER = 2**22  # logits: what drawing needs of memory does not grow wit
 EXACT_BITS = 52  # whole numbers up to this are exact in float64, with one bit to spare
 LONG_ROW = 2**14
 DIGITS = {False: ((21, 11), (10, 11), (0, 10)), True: ((16, 16), (0, 16))}  # of 32 bits, for short and long rows: from, and bits
+BLOCK = 256  # tokens of which only the likeliest is looked at, unless it is among the likeliest of all blocks
 PART = 128  # weights that are summed before one of them is looked for: running sums of long rows are slow on a GPU
 
 MOST_OCTAVES = 63  # halvings, after which a weight is nothing
@@ -102,7 +103,7 @@ def _drawn(logits_BV: torch.Tensor, high_B1: torch.Tensor, draws: Sequence[Draw]
     settings = settings_of(draws, vocab)
     rate_B1, number_B1, top_k_B1, top_p_B1 = on_device(settings, logits_BV.device).split(1, dim=1)
     if most := int(settings[:, 2].max()):
-        id_BC = _likeliest(logits_BV, most)
+        id_BC = likeliest(logits_BV, most)
         weight_BC = _weights(logits_BV.gather(1, id_BC), high_B1, rate_B1, vocab)
         weight_BC = weight_BC.where(torch.arange(most, device=weight_BC.device) < top_k_B1, 0)
         before_BC = weight_BC.cumsum(-1).sub_(weight_BC)
@@ -147,10 +148,19 @@ def _at_number(weight_BN: torch.Tensor, number_B1: torch.Tensor) -> torch.Tensor
     return _place_in_parts(weight_BN, torch.minimum((number_B1 * total_B1).floor_(), total_B1 - 1))
 
 
-def _likeliest(logits_BV: torch.Tensor, count: int) -> torch.Tensor:
-    """The likeliest tokens, in order; of equally likely ones the smaller id first, which `topk` alone does not promise."""
+def likeliest(logits_BV: torch.Tensor, count: int) -> torch.Tensor:
+    """The likeliest tokens, in order; of equally likely ones the smaller id first, which `topk` alone does not promise.
+
+    They are all in the `count` blocks whose likeliest tokens come first in the same order, so only these are sorted.
+    """
     vocab = logits_BV.shape[1]
-    return (_order(logits_BV).long().mul_(vocab) - torch.arange(vocab, device=logits_BV.device)).topk(count).indices
+    if vocab <= 2 * count * BLOCK:
+        return (_order(logits_BV).long().mul_(vocab) - torch.arange(vocab, device=logits_BV.device)).topk(count).indices
+    block_BSX = pad(logits_BV, (0, -vocab % BLOCK), value=-torch.inf).unflatten(1, (-1, BLOCK))
+    block_BK = likeliest(block_BSX.amax(dim=-1), count).sort(dim=-1).values
+    logits_BC = block_BSX.gather(1, block_BK[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    at_BK = likeliest(logits_BC, count)
+    return block_BK.gather(1, at_BK // BLOCK) * BLOCK + at_BK % BLOCK
 
 
 def _order(logits_BV: torch.Tensor) -> torch.Tensor:

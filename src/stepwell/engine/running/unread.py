@@ -4,7 +4,7 @@
     host               | reads 1, starts 3 | ...    and commits, streams and plans while the next pass runs
 
 A pass over a part of a prompt chooses nothing: reading it says that it has ended. Tokens may be the likeliest or drawn: what a
-draw needs is known before the tokens before it are, and so are biases. Not for tokens with logprobs, which the host computes, nor
+draw needs is known before the tokens before it are, and so are biases. Not for tokens with logprobs, which come with them, nor
 for those whose choice depends on the token before, nor where there is a draft, nor for passes that begin while their pages
 arrive. A request whose answer ends with what the host reads, by a stop string too, was computed once too often; that row is
 dropped.

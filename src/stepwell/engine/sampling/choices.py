@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
 from stepwell.engine.ops.editing import Edit, edited
 from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.logprobs import likelihoods, read_likelihoods
+from stepwell.engine.passes.numbers import Send, on_device
 from stepwell.engine.requests.request import Chunk, Request, TokenLogprob
 from stepwell.engine.sampling.edits import edit_of
 
 _WORD = 2**64 - 1
+_CHOSEN = -1  # in place of a token of the prompt
 
 
 def draw_of(request: Request, after: int = 0) -> Draw | None:
@@ -95,10 +99,14 @@ class Choices:
     """What was chosen from each row of a pass's logits. Waits for the pass. Logprobs are the model's, before any edit."""
 
     def __init__(self, logits_BV: torch.Tensor, choosing: Sequence[Choosing], kernels: Kernels) -> None:
-        self._logits_BV = logits_BV
         self._choosing = choosing
         changed_BV = edited(logits_BV, [way.edit for way in choosing], kernels.send)
-        self.tokens = kernels.to_host(kernels.pick(changed_BV, [way.draw for way in choosing])).read()
+        token_B = kernels.pick(changed_BV, [way.draw for way in choosing])
+        rows = [row for row, way in enumerate(choosing) if way.logprobs is not None]
+        numbers = kernels.to_host(_with_logprobs(token_B, logits_BV, choosing, rows, kernels.send) if rows else token_B).read()
+        self.tokens, told = numbers[: len(choosing)], numbers[len(choosing) :]
+        found = read_likelihoods(told, [choosing[row].logprobs or 0 for row in rows]) if rows else []
+        self._likelihoods = dict(zip(rows, found, strict=True))
 
     @property
     def tokens_alone(self) -> bool:
@@ -111,12 +119,18 @@ class Choices:
         if token == UNSOUND:
             return None
         token = token if way.given is None else way.given
-        return Chosen(token=token, logprob=None if way.logprobs is None else _logprob(self._logits_BV[row], token, way.logprobs))
+        if (likely := self._likelihoods.get(row)) is None:
+            return Chosen(token=token)
+        return Chosen(token, TokenLogprob(token=token, logprob=likely.logprob, rank=likely.rank, top=likely.top))
 
 
-def _logprob(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprob:
-    shares = logits_V.float().log_softmax(-1)
-    values, ids = shares.topk(min(count, len(shares))) if count else (shares[:0], shares[:0])
-    top = tuple((int(each), value) for each, value in zip(ids.tolist(), values.tolist(), strict=True))
-    rank = int((shares > shares[token]).sum()) + 1
-    return TokenLogprob(token=token, logprob=float(shares[token]), rank=rank, top=top)
+def _with_logprobs(
+    token_B: torch.Tensor, logits_BV: torch.Tensor, choosing: Sequence[Choosing], rows: Sequence[int], send: Send
+) -> torch.Tensor:
+    """All tokens and, behind them, the likelihoods of those `rows`, for one copy to the host."""
+    given = [_CHOSEN if choosing[row].given is None else choosing[row].given for row in rows]
+    row_L, given_L = on_device(np.array([rows, given], np.int64), logits_BV.device, send)
+    token_L = token_B[row_L].where(given_L == _CHOSEN, given_L).clamp_min(0)  # an unsound row has no token
+    asked_LV = logits_BV if len(rows) == len(logits_BV) else logits_BV[row_L]
+    most = max(choosing[row].logprobs or 0 for row in rows)
+    return torch.cat([token_B.int(), likelihoods(asked_LV, token_L, most).flatten()])

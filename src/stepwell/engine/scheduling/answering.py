@@ -5,7 +5,6 @@ Keeps the requests that are open, and what was added to their answers since it w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,8 +18,6 @@ from stepwell.engine.scheduling.scheduler import Scheduler
 from stepwell.tiers.lease import Sources
 
 _NOT_NUMBERS = "the model's output for this request is not a number"
-
-log = logging.getLogger(__name__)
 
 
 class Answering:
@@ -109,12 +106,7 @@ class Answering:
         if request.broken is not None:
             self.end(request, Finish.FAILED, error=request.broken)
             return None
-        try:
-            chosen = choices.of(row)
-        except Exception as error:  # whatever is wrong with the logprobs of one request, the others go on
-            log.exception("logprobs for request %d failed", request.id)
-            self.end(request, Finish.FAILED, error=f"{type(error).__name__}: {error}")
-            return None
+        chosen = choices.of(row)
         if chosen is None:  # nor may what it left in its pages be: nobody else gets them
             self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
         return chosen

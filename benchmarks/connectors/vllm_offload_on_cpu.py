@@ -39,7 +39,8 @@ class PlainCopies(OffloadingWorker):
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, self._device, self._host, src_spec.group_sizes)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """`expedited` is of vLLM 0.33: copies that a step waits for. All are made at once here."""
         return self._copy(job_id, src_spec, dst_spec, self._host, self._device, dst_spec.group_sizes)
 
     def _copy(self, job_id: int, source: Any, target: Any, read: Any, written: Any, sizes: Any) -> bool:

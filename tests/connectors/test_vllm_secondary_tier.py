@@ -36,7 +36,7 @@ class Host:
         self.jobs = 0
 
     def request(self, name: str, adapter: str | None = "") -> Any:
-        self.tier.chunks.arrived(name, adapter)
+        self.tier.arrived(name, adapter)
         return offload.ReqContext(name)
 
     def lookup(self, key: bytes, context: Any) -> Any:
@@ -223,6 +223,50 @@ def test_after_a_reset_nothing_from_before_is_found_nor_stored_by_requests_from_
     host.tier.shutdown()
     third = make()
     assert third.load(KEYS, [0, 1, 2, 3], third.request("c")).success, "for the weights on disk it is all there"
+
+
+class Held:
+    """A lock that knows how often its thread holds it."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+class Guarded:
+    """What may be used only while the lock is held."""
+
+    def __init__(self, inner: Any, lock: Held) -> None:
+        self.inner, self.lock = inner, lock
+        self.used: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        assert self.lock.depth, f"{name} is used without the lock"
+        self.used.add(name)
+        return getattr(self.inner, name)
+
+
+def test_whatever_thread_calls_the_tier_its_state_is_used_under_its_lock(make: Make) -> None:
+    """vLLM 0.33 calls tiers from a thread that polls another one, too."""
+    host = make()
+    lock = host.tier._lock = Held()
+    store, chunks = Guarded(host.tier._store, lock), Guarded(host.tier._chunks, lock)
+    host.tier._store, host.tier._chunks = store, chunks
+    first = host.request("first")
+    assert host.store(KEYS, [0, 1, 2, 3], first).success and host.load(KEYS, [4, 5, 6, 7], first).success
+    host.tier.touch(KEYS, first)
+    host.tier.on_request_finished(first)
+    host.tier.drain_jobs()
+    host.tier.renew()
+    assert host.lookup(KEYS[0], host.request("second")) is MISS and host.tier.get_stats() is not None
+    host.tier.shutdown()
+    methods = {name for name in vars(type(host.tier._store.inner)) if not name.startswith("_")}
+    assert store.used >= methods - {"refuse"} and {"arrived", "finished", "name", "chunks", "refuse_open"} <= chunks.used
+    host.tier._store = type("Closed", (), {"close": lambda self: None})()
 
 
 def test_children_are_stored_after_what_they_stand_on(make: Make, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

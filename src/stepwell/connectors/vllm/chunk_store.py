@@ -5,7 +5,7 @@
     store    ->  chunks are stamped and written from where they lie
 
 No call waits for the store but `drain` and `close`, which are bounded by its deadlines. Whose a chunk is and where it stands in
-a prompt is the caller's to say. One thread, the scheduler's. Imports no vLLM.
+a prompt is the caller's to say. One thread at a time. Imports no vLLM.
 """
 
 from __future__ import annotations

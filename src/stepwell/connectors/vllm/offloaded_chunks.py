@@ -27,7 +27,7 @@ class _Request:
 
 
 class OffloadedChunks:
-    """Names for the chunks of open requests. One thread."""
+    """Names for the chunks of open requests. One thread at a time."""
 
     def __init__(self, config: Any) -> None:
         """`config` is vLLM's OffloadingConfig."""

@@ -4,15 +4,18 @@
     StepwellTier                   one of its `secondary_tiers`
 
 What vLLM tells a tier does not say which weights, settings and adapters a chunk was computed with; its connector knows. So the
-tier refuses to start below vLLM's plain connector. Every method is called on the scheduler's thread. Written for vLLM 0.32.
+tier refuses to start below vLLM's plain connector. vLLM 0.32 calls a tier on the scheduler's thread alone; 0.33 also on a thread
+that polls tiers for another one. A lock of the tier's own makes every method safe on any thread. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import wraps
 from secrets import token_hex
-from typing import Any, ClassVar
+from threading import RLock
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -42,6 +45,8 @@ from stepwell.verified.store import VerifiedStore
 EVENTS = "vllm:stepwell_tier_events"
 ENGINE = "engine"  # in a tier's settings: what our connector tells it
 FOUND = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class StepwellOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
@@ -64,7 +69,7 @@ class StepwellOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         lora = request.lora_request
         digest = self._adapters.digest(lora.lora_int_id, lora.lora_path) if lora is not None else ""
         for tier in self._own_tiers:
-            tier.chunks.arrived(request.request_id, digest)
+            tier.arrived(request.request_id, digest)
         super().on_new_request(request)
 
     def reset_cache(self) -> bool | None:
@@ -85,8 +90,19 @@ def _told(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
     return {**tier, ENGINE: facts}
 
 
+def _locked(method: Callable[Concatenate[StepwellTier, P], R]) -> Callable[Concatenate[StepwellTier, P], R]:
+    """One thread at a time; the store works on threads of its own and takes no such lock."""
+
+    @wraps(method)
+    def call(self: StepwellTier, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
-    """Chunks of the host tier in a verified store. Exact or a miss."""
+    """Chunks of the host tier in a verified store. Exact or a miss. Any thread."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -109,36 +125,47 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
         self._values = VerifiedStore(opened, key=key, deadline_s=settings.deadline_s, readers=settings.readers)
         space = self._values.space(self._facts.encode(), label=f"{self._model} [vllm offloading]")
         self._store = ChunkStore(self._values, space, primary_kv_view, SystemClock(), readers=settings.readers)
-        self.chunks = OffloadedChunks(offloading_spec.config)
+        self._chunks = OffloadedChunks(offloading_spec.config)
+        self._lock = RLock()
         self._running: dict[int, TransferJob] = {}
         self._counted: Counter[str] = Counter()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
+    @_locked
+    def arrived(self, request: str, adapter: str | None) -> None:
+        """From our connector: a new request, with the digest of its adapter's weights."""
+        self._chunks.arrived(request, adapter)
+
+    @_locked
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        name = self.chunks.name(key, req_context)
+        name = self._chunks.name(key, req_context)
         return FOUND[self._store.lookup(name, req_context.req_id)] if name is not None else LookupResult.MISS
 
+    @_locked
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Stores count what is read as used, with all it stands on. Here it is only noted what stands on what."""
         for key in keys:
-            self.chunks.name(key, req_context)
+            self._chunks.name(key, req_context)
 
+    @_locked
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._store.load)
 
+    @_locked
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, self._store.store)
 
     def _submit(self, job: TransferJob, begin: Any) -> None:
         self._running[job.job_id] = job
-        chunks = self.chunks.chunks(job.keys, [int(row) for row in job.chunk_ids], job.req_context)
+        chunks = self._chunks.chunks(job.keys, [int(row) for row in job.chunk_ids], job.req_context)
         if chunks is None:
             self._store.refuse(job.job_id, len(job.keys))
         else:
             begin(job.job_id, chunks)
 
+    @_locked
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [self._result(ended) for ended in self._store.ended()]
 
@@ -152,25 +179,30 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
             transfer_bytes=ended.size_bytes,
         )  # fmt: skip
 
+    @_locked
     def on_schedule_end(self, context: Any) -> None:
         self._store.flush()
 
+    @_locked
     def on_request_finished(self, req_context: Any) -> None:
         self._store.forget(req_context.req_id)
-        self.chunks.finished(req_context.req_id)
+        self._chunks.finished(req_context.req_id)
 
+    @_locked
     def drain_jobs(self) -> None:
         """A store that hangs is waited for until its deadline. What it has not written by then, it may still read from the host
         tier: if that changes meanwhile, the value is damaged, and will be a miss.
         """
         self._store.drain()
 
+    @_locked
     def renew(self) -> None:
         """Weights may be others: requests that are under way neither find nor store anything more."""
-        self.chunks.refuse_open()
+        self._chunks.refuse_open()
         facts = f"{self._facts} since reset {token_hex(16)}"
         self._store.renew(self._values.space(facts.encode(), label=f"{self._model} [vllm offloading, after a reset]"))
 
+    @_locked
     def shutdown(self) -> None:
         """Raises StoreError when the store does not close in time: vLLM then leaves the host tier's memory mapped."""
         self._store.close()
@@ -180,8 +212,9 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
         says = "What the verified store below the host tier did: values read, written and missed, by cause."
         return {EVENTS: OffloadingCounterMetadata(documentation=says, labelnames=("event",))}
 
+    @_locked
     def get_stats(self) -> OffloadingConnectorStats | None:
-        counts = Counter(self._store.stats()) + Counter({"requests_refused": self.chunks.num_refused})
+        counts = Counter(self._store.stats()) + Counter({"requests_refused": self._chunks.num_refused})
         new, self._counted = counts - self._counted, counts
         if not new:
             return None

@@ -10,7 +10,7 @@ UI := $(VENV)/.installed-ui
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-checkpoints bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers bench-guided build-kernels bench-serve soak
+.PHONY: help demo demo-cluster test test-real test-connectors test-vllm test-vllm-quick test-engines-gpu test-sglang test-routers test-ranks install-ui test-ui screenshots lint types floors unit bench-tree bench-tree-peer bench-copies bench-store bench-opening bench-engine bench-gpu bench-restart bench-cluster bench-ranks bench-rows bench-checkpoints bench-connectors bench-sparse sparse-quality policy-report clean bench-passes bench-answers bench-guided build-kernels bench-serve soak
 
 help: ## Show what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -58,6 +58,9 @@ test-sglang: $(STAMP) ## The backend for SGLang under SGLang's own caches, besid
 test-vllm: ## The connector under vLLM itself, on the CPU, in a venv of its own (installs 1.9 GB; takes a good quarter of an hour on two cores)
 	@PYTHON=$(PYTHON) tests/vllm/install.sh
 	@.venv-vllm/bin/python -m pytest -W default tests/vllm
+
+test-engines-gpu: ## The connector under vLLM on a GPU, compared with an engine without a cache (PARTS=DIR with packages, if they are not installed; ARGS="--families llama mla")
+	@$(PYTHON) benchmarks/bench_engines_gpu.py $(if $(PARTS),--parts $(PARTS)) $(ARGS)
 
 test-vllm-quick: ## Of these, every family resumed by a second process, and the interface: some 5 minutes on two cores
 	@PYTHON=$(PYTHON) tests/vllm/install.sh

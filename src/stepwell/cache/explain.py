@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from enum import Enum
 
 from stepwell.base.ids import Kind, Tier
@@ -193,7 +193,7 @@ def _because(
         states=states,
         tier=tier,
         at_s=at_s,
-        at=datetime.fromtimestamp(state.clock.wall_s(at_s), timezone.utc) if at_s is not None else None,
+        at=datetime.fromtimestamp(state.clock.wall_s(at_s), UTC) if at_s is not None else None,
         detail=detail,
         missing_states=missing_states_before(match.path, match.restore_tokens),
     )

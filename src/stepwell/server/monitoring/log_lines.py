@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from logging.handlers import QueueHandler
 from queue import Full, Queue
 from threading import Thread
@@ -102,7 +102,7 @@ def _fields(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def _time(record: logging.LogRecord) -> str:
-    at = datetime.fromtimestamp(record.created, timezone.utc)
+    at = datetime.fromtimestamp(record.created, UTC)
     return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
 
 

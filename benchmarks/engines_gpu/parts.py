@@ -26,7 +26,7 @@ def paths_of(parts: Path, into: Path, names: Sequence[str]) -> list[Path]:
     zstandard = archives.pop("zstandard", None)
     if zstandard is not None:
         _unpack(zstandard, into)
-        sys.path[:0] = [str(each) for each in into.iterdir() if (each / "zstandard").is_dir()]
+    sys.path[:0] = [str(each) for each in into.iterdir() if (each / "zstandard").is_dir()]
     wanted = {name: archives[name] for name in names if name in archives and not (into / name).is_dir()}
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda pieces: _unpack(pieces, into), wanted.values()))

@@ -62,6 +62,9 @@ class Cuda:
     def graph_pool_handle(self) -> None:
         return None
 
+    def empty_cache(self) -> None:
+        pass
+
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=self, inf=torch.inf))
 

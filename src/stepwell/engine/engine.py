@@ -20,6 +20,7 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import StepReport
+from stepwell.engine.ops.guarded import is_out_of_memory
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.requests.guided import Guides
 from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, TokenLogprob, Usage
@@ -151,7 +152,8 @@ class Engine:
     def step(self) -> list[Delta]:
         """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers.
 
-        Raises what a pass raises, once the requests of that pass have ended with the reason; the next step says so.
+        A pass that finds no memory while graphs are captured is repeated without them. Raises what a pass raises, once the
+        requests of that pass have ended with the reason; the next step says so.
         """
         try:
             with self._runner.on_device():
@@ -159,8 +161,13 @@ class Engine:
         except PassesLost as error:
             self._lose(error)
         except BaseException as error:
+            if is_out_of_memory(error) and self._runner.drop_graphs():
+                log.warning("a pass found no memory: captured graphs are dropped, and its requests are computed again: %s", error)
+                self.cache.counters.add("graphs_dropped")
+                self.passing.put_back()
+                return self._answering.deltas()
             self.passing.forget()
-            self._runner.wait()  # a pass that was queued before still writes into pages that are given back now
+            self._runner.wait()  # a pass that was queued before still writes into pages that are released now
             self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
             raise
         return self._answering.deltas()

@@ -74,9 +74,9 @@ class Guarded:
         except NoKernel as lack:
             self._report.leave(self._name, str(lack))
             return self._plain(*args, **more)
-        except torch.cuda.OutOfMemoryError:
-            raise  # not the kernel's fault, and plain torch needs no less
         except Exception as error:
+            if is_out_of_memory(error):
+                raise  # not the kernel's fault, and plain torch needs no less
             if not _of_a_library(error) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
                 raise  # a bug of ours; or a step that was computed before it is captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -84,6 +84,11 @@ class Guarded:
             library = self._report.chosen.get(self._name, "its library")
             log.warning("%s by %s failed, and runs in plain torch from now on", self._name, library, exc_info=True)
             return self._plain(*args, **more)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory left. Libraries that load their kernels by the driver say it in words alone."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or (isinstance(error, RuntimeError) and "out of memory" in str(error))
 
 
 def _of_a_library(error: Exception) -> bool:

@@ -1,10 +1,10 @@
 """Decode steps recorded once and played again (CUDA graphs): hundreds of small kernels then cost one launch.
 
-A recording is for so many requests. Where attention runs in plain torch it is for page tables up to a length too, that grows in
-steps, so that one lasts for many tokens. A shape is recorded when it is met again; the first time it is computed in the same
-shape, so that the bits do not depend on what was recorded. A shape that cannot be recorded, for lack of memory say, goes on being
-computed. Only for models whose steps do the same work whatever the numbers are (`Decoder.steady`); all other passes are computed
-as usual.
+A recording is for one number of requests. Where attention runs in plain torch it is for page tables up to a length too, which
+grows in steps, so that one lasts for many tokens. A shape is recorded when it occurs a second time; the first time it is computed
+in the same shape, so that the bits do not depend on what was recorded. A shape that cannot be recorded goes on being computed. A
+pass that finds no memory has all recordings dropped (`drop`), and is repeated. Only for models whose steps do the same work
+whatever the numbers are (`Decoder.steady`); all other passes are computed as usual.
 """
 
 from __future__ import annotations
@@ -156,6 +156,7 @@ class Graphs:
         # time a third pass is queued, the first has ended.
         self._recent: deque[Still] = deque(maxlen=2)
         self._reads_tables = True  # until a step has shown that the model's attention reads pages
+        self._most = MOST_RECORDINGS
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is lent again on its own stream alone
 
@@ -163,15 +164,24 @@ class Graphs:
     def forward(self, batch: Batch) -> torch.Tensor:
         lengths = self._lengths(batch)
         if lengths is None:
-            try:
-                return self._model.forward(batch)
-            except torch.cuda.OutOfMemoryError:
-                self._recordings.clear()  # so that the next pass has more room
-                raise
+            return self._model.forward(batch)
         batch.prepare()
         logits = self._step(batch, lengths)
         self._model.finish(batch)
         return logits
+
+    def drop(self) -> bool:
+        """Frees all captured graphs, for other passes to have their memory; False where there are none. Nothing may run.
+
+        From then on at most half as many are kept, so that the memory does not run out again and again.
+        """
+        if not self._recordings:
+            return False
+        self._most = len(self._recordings) // 2
+        for kept in (self._recordings, self._recent, self._met):
+            kept.clear()
+        torch.cuda.empty_cache()
+        return True
 
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
         slots = 0 if batch.open_groups is None else batch.open_groups.num_slots
@@ -183,7 +193,7 @@ class Graphs:
         self._recent.append(still)
         if batch.arriving:  # what waits for pages that are on their way is for this pass alone
             return self._model.compute(still)
-        if shape in self._met and shape not in self._refused:
+        if shape in self._met and shape not in self._refused and self._most:
             logits = self._compute_aside(still)
             self._keep(shape, still, lengths)
             return logits
@@ -194,7 +204,7 @@ class Graphs:
 
     def _keep(self, shape: Shape, still: Still, lengths: Lengths) -> None:
         """Records a shape that is met again. One that cannot be is not tried a second time."""
-        if len(self._recordings) >= MOST_RECORDINGS:
+        if len(self._recordings) >= self._most:
             del self._recordings[next(iter(self._recordings))]
         try:
             self._recordings[shape] = self._record(still, lengths)

@@ -93,6 +93,10 @@ class Passes(Protocol):
         """Until nothing that was given out writes into pages any more."""
         ...
 
+    def drop_graphs(self) -> bool:
+        """After a pass that found no memory: frees captured graphs. False where there are none, and nothing would be gained."""
+        ...
+
     def tend(self) -> bool:
         """Before each step: whether passes can run now. Raises PassesLost once, where they were lost; `end` follows."""
         ...
@@ -134,7 +138,8 @@ class Runner:
         self._open_groups = OpenGroups(pages, device=model.device)
         self._slots = Slots(self._open_groups)
         self._steady = bool(model.steady) and model.device.type == "cuda"
-        self._forward = Graphs(model).forward if self._steady else model.forward
+        self._graphs = Graphs(model) if self._steady else None
+        self._forward = model.forward if self._graphs is None else self._graphs.forward
 
     @property
     def facts(self) -> Facts:
@@ -163,6 +168,10 @@ class Runner:
         if self.model.device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.model.device)
+
+    def drop_graphs(self) -> bool:
+        self.wait()
+        return self._graphs is not None and self._graphs.drop()
 
     @property
     def goes_ahead(self) -> bool:

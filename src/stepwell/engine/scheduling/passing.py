@@ -31,6 +31,7 @@ class Passing:
         self._scheduler = scheduler
         self._answering = answering
         self._failed_kernels = 0
+        self._chunks: Sequence[Chunk] = ()  # of the pass that was begun last
 
     def forget(self, *, kernels: bool = False) -> None:
         """Nobody will read the pass that runs. `kernels`: nor were any that failed, for others run from now on."""
@@ -39,15 +40,32 @@ class Passing:
             self._failed_kernels = 0
 
     def go_ahead(self) -> None:
-        """Starts the pass behind the one that is not read yet, where there is one to start; then reads that one."""
-        before, self.unread = self.unread, None
+        """Starts the pass behind the one in flight, where there is one to start; then reads the one that was in flight."""
+        before = self.unread
         if before is None:
             return
         chunks = self._scheduler.plan_ahead()
-        if chunks and self._can_be_read_later(chunks):
-            self._start(chunks, before)
+        if not chunks or not self._can_be_read_later(chunks):
+            self.read()
+            return
+        self._start(chunks, before)
         self._answering.take(before)
-        self._begins(chunks if self.unread is not None else ())
+        self._begins(chunks)
+
+    def read(self) -> None:
+        """Reads the pass in flight, if there is one, and starts none."""
+        before, self.unread = self.unread, None
+        if before is not None:
+            self._answering.take(before)
+
+    def put_back(self) -> None:
+        """After a pass that found no memory: reads the pass before it, and lets its own requests wait to be computed again, from
+        what is cached of them. What it left in their pages is not known.
+        """
+        self.read()
+        for chunk in reversed(self._chunks):
+            if self._scheduler.active.get(chunk.request.id) is chunk.request:
+                self._scheduler.put_back(chunk.request)
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
         """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
@@ -56,6 +74,7 @@ class Passing:
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
         """Starts a pass that is read when the next one was started."""
         assert isinstance(self._runner, Runner), f"{self._runner} is read before the next pass"
+        self._chunks = chunks
         self.unread = self._runner.start(chunks, before)
         for chunk in chunks:
             chunk.request.started, chunk.request.started_copies = chunk.end, chunk.point_copy is not None
@@ -73,6 +92,7 @@ class Passing:
         if self._can_be_read_later(chunks):
             self._start(chunks)
             return
+        self._chunks = chunks
         if self._speculation is None:
             chosen = self._runner.choose(chunks)
         else:

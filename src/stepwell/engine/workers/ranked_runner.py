@@ -54,6 +54,9 @@ class RankedRunner:
     def wait(self) -> None:
         self.workers.wait()
 
+    def drop_graphs(self) -> bool:
+        return False  # ranks capture none
+
     @property
     def kernels(self) -> Report:
         return self.workers.kernels

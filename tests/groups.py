@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from stepwell.jobs.children import start_child
 from waiting import wait_until
 
 START = """
@@ -30,7 +31,7 @@ def started(*arguments: str, ignoring: bool = False) -> Iterator[subprocess.Pope
     interrupts = signal.SIG_IGN if ignoring else signal.SIG_DFL
     argv = [sys.executable, "-c", START, str(int(interrupts)), sys.executable, *arguments]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=env) as process:
+    with start_child(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env=env) as process:
         try:
             assert process.stdout is not None
             assert os.read(process.stdout.fileno(), 1) == b"!", process.communicate()

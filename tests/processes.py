@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from stepwell.jobs.children import start_child
+
 
 class Process:
     """A program, with its words in a file. Killed, never asked to end."""
@@ -16,7 +18,7 @@ class Process:
     def __init__(self, command: Sequence[str], log: Path, **streams: Any) -> None:
         self._log_path = log
         with log.open("ab") as said:
-            self._process = subprocess.Popen(command, stderr=said, **streams)
+            self._process = start_child(command, stderr=said, **streams)
 
     @property
     def pid(self) -> int:

@@ -12,6 +12,7 @@ from threading import Timer
 from typing import Any
 
 from stepwell.cli.demo_cluster.private_network import inside, why_not
+from stepwell.jobs.children import start_child
 
 LIMIT_S = 120
 __all__ = ["measured", "why_not"]
@@ -23,7 +24,7 @@ def measured(sets: Sequence[tuple[int, int]], rounds: int) -> Iterator[dict[str,
     command = inside([sys.executable, str(script), str(rounds), json.dumps(list(sets))])
     with (
         tempfile.TemporaryFile("w+") as said,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process,
+        start_child(command, stdout=subprocess.PIPE, stderr=said, text=True) as process,
     ):
         assert process.stdout is not None
         limit = Timer(LIMIT_S, process.kill)  # everything inside goes with it

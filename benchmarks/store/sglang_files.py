@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from stepwell.jobs.children import start_child
 from store.load import Load, Took
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ class SglangFiles:
         script = ROOT / "benchmarks" / "peers" / "sglang_files.py"
         command = [str(PYTHON), "-W", "ignore", str(script), str(self._directory), str(load.value_bytes), str(load.count)]
         self._said = (directory / "sglang.log").open("wb")
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True)
+        self._process = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True)
         self._life = 0
         self._hear()
 

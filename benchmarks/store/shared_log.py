@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from stepwell.jobs.children import start_child
 from stepwell.store.registry import open_store
 from stepwell.store.shared.store import SharedLog
 from store.load import Load, Took, timed
@@ -34,7 +35,7 @@ class SharedLogClient:
         self._load, self._directory = load, directory / "shared"
         where, budget_bytes = f"shared-log:{self._directory}", load.total_bytes + 5 * SEGMENT_BYTES
         command = [sys.executable, "-c", OWNER, where, str(budget_bytes), str(SEGMENT_BYTES)]
-        self._owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._owner = start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._owner.stdout is not None and self._owner.stdout.readline() == b"open\n"
         self._store = open_store(where)
         assert isinstance(self._store, SharedLog) and not self._store.owns

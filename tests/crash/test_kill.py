@@ -14,6 +14,7 @@ from random import Random
 from life import BUDGET_BYTES, SEGMENT_BYTES, SPACES, bytes_on_disk
 
 from stepwell.base.meters import SystemClock
+from stepwell.jobs.children import start_child
 from stepwell.store.log.opening import open_directory
 from stepwell.testing.store_contract import fetch, key
 
@@ -47,7 +48,7 @@ for turn in range(100_000):
 def killed_life(directory: Path, number: int, after_words: int, after_s: float) -> list[list[str]]:
     """What a child said until it was killed: some time after it had said so much."""
     arguments = [str(directory), str(number), str(BUDGET_BYTES), str(SEGMENT_BYTES)]
-    child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE)
+    child = start_child([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE)
     assert child.stdout is not None
     with child.stdout:
         said = [child.stdout.readline() for _ in range(1 + after_words)]  # the first says that it has opened

@@ -17,6 +17,7 @@ import pytest
 from stepwell import Cache, CacheConfig, LeaseState, build_cache, open_store
 from stepwell.base.config import WritePolicy
 from stepwell.base.meters import ManualClock
+from stepwell.jobs.children import start_child
 from stepwell.policy.write_choice import choose_write
 from toys import HYBRID, NO_INTERVALS, PAGE, SMALL_PAGES, text
 
@@ -100,7 +101,7 @@ sys.stdin.read()
 def test_after_a_kill_everything_older_than_the_start_says_is_resumed(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{CHILD}", str(directory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+    with start_child(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         after_s = float(child.stdout.readline())
         child.send_signal(signal.SIGKILL)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from stepwell.jobs.children import start_child
+
 WORKER = Path(__file__).with_name("rank_worker.py")
 LIMIT_S = 600.0  # of a job, the start of its processes included
 
@@ -53,7 +55,7 @@ class RankProcesses:
         env = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         for rank in range(self.size):
             with self._said(rank).open("w") as said:
-                started = subprocess.Popen(
+                started = start_child(
                     [sys.executable, str(WORKER), str(rank), str(self.size), str(self._folder / f"meeting{self._starts}")],
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=env,
                 )  # fmt: skip

@@ -29,6 +29,7 @@ from stepwell.base.ids import CACHED_KINDS, Kind, Tier  # noqa: E402
 from stepwell.base.inherited_block import InheritedBlock  # noqa: E402
 from stepwell.engine import Answer, Ask, Engine, Finish, Limits, Sampling  # noqa: E402
 from stepwell.engine.workers.worker_setup import WorkerLimits  # noqa: E402
+from stepwell.jobs.children import start_child  # noqa: E402
 from unit.transfer.sharded import Ranks, host_memory, run, span  # noqa: E402
 from waiting import run_to_the_end, run_until, settle  # noqa: E402
 
@@ -247,7 +248,7 @@ def test_host_memory_that_processes_share_is_pinned_in_each_of_them() -> None:
     block.view[:] = bytes(range(256)) * (block.size_bytes // 256)
     command = [sys.executable, str(PEER), str(block.fd), str(block.size_bytes)]
     talk: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    peers = [subprocess.Popen(command, pass_fds=[block.fd], env=environment, **talk) for _ in range(2)]
+    peers = [start_child(command, pass_fds=[block.fd], env=environment, **talk) for _ in range(2)]
     try:
         for peer in peers:
             assert peer.stdout is not None and peer.stdout.readline() == "pinned\n"

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from stepwell.cli.demo_cluster.private_network import inside
+from stepwell.jobs.children import start_child
 
 PIPES = "STEPWELL_INNER_RUN"  # set in the inner run: the file descriptors that orders come from and reports go to
 
@@ -29,7 +30,7 @@ class InnerRun:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `stop`
         (orders, ordering), (reading, reports) = os.pipe(), os.pipe()
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={config.rootpath}"]
-        self._process = subprocess.Popen(
+        self._process = start_child(
             inside([*command, str(folder)]),
             pass_fds=(orders, reports),
             stdin=subprocess.DEVNULL,

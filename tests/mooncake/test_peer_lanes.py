@@ -18,6 +18,7 @@ import pytest
 
 from stepwell.base.meters import ManualClock
 from stepwell.cli.demo_cluster.private_network import HOST
+from stepwell.jobs.children import start_child
 from stepwell.server.handover import Offers
 from stepwell.store.api import Read, ReadOutcome, Space
 from stepwell.store.peer.engine_process import MAX_ENTRIES
@@ -191,7 +192,7 @@ def test_a_process_that_shows_memory_ends_with_its_parent() -> None:
         "import sys, time; from stepwell.store.peer.lane import SharedHost, Shown, Wire; host = SharedHost(); host.make(4096);"
         "print(Shown(host, Wire(host=sys.argv[1])).session, flush=True); time.sleep(600)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, HOST], stdout=subprocess.PIPE, text=True)
+    parent = start_child([sys.executable, "-c", program, HOST], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     host, _, port = parent.stdout.readline().strip().partition(":")
 

@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from stepwell.cli.demo_cluster.parts import PAIRS, TAKEN_FOR
+from stepwell.jobs.children import start_child
 from waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +65,7 @@ class Program:
 @contextmanager
 def program(command: Sequence[str | Path], log: Path) -> Iterator[Program]:
     """Killed at the end."""
-    with log.open("wb") as out, subprocess.Popen([str(each) for each in command], stdout=out, stderr=out) as process:
+    with log.open("wb") as out, start_child([str(each) for each in command], stdout=out, stderr=out) as process:
         try:
             yield Program(process, log)
         finally:

@@ -19,6 +19,8 @@ from typing import Any
 
 from processes_of_sglang import PYTHON, ROOT
 
+from stepwell.jobs.children import start_child
+
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0
 MODULE = "python -m sglang.launch_server "
@@ -56,7 +58,7 @@ def server(arguments: Sequence[str], log: Path) -> Iterator[str]:
         port = taken.getsockname()[1]
     command = [str(PYTHON), str(HERE / "serve_on_cpu.py"), *ON_CPU, *arguments, "--port", str(port)]
     with log.open("ab") as said:
-        process = subprocess.Popen(
+        process = start_child(
             command, stdout=said, stderr=said, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, start_new_session=True
         )
     try:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import sync_playwright
 
+from stepwell.jobs.children import start_child
 from ui.conftest import chromium
 
 ADMIN = "a token for pictures"
@@ -36,7 +37,7 @@ def main(out: Path, minutes: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "stepwell", "serve", *FLAGS.split(), "--store", f"log:{folder}/wells"]
         environment = os.environ | {"STEPWELL_ADMIN_TOKEN": ADMIN}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        with start_child(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
             try:
                 assert server.stdout is not None
                 address = next(found[1] for line in server.stdout if (found := re.match(r"address +(\S+)", line)))

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_vllm_models import make, make_tokenizer
 from vllm_engines import ENVIRONMENT, HERE, life, ran, stepwell, text
 
+from stepwell.jobs.children import start_child
 from waiting import wait_until
 
 README = Path(__file__).parents[2] / "README.md"
@@ -93,7 +94,7 @@ def served(model: Path, store: Path, log: Path) -> Iterator[Server]:
     where = ["--host", "127.0.0.1", "--port", str(port)]
     variables = os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen([*command, *where], env=variables, stdout=output, stderr=subprocess.STDOUT)
+        process = start_child([*command, *where], env=variables, stdout=output, stderr=subprocess.STDOUT)
     server = Server(process, port, model, log)
     try:
         wait_until(server.is_up, "the server", pause_s=0.5, patience_s=START_S)

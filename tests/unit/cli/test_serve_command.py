@@ -21,6 +21,7 @@ from stepwell.base.units import format_bytes
 from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.cli.serve_summary import narrow
+from stepwell.jobs.children import start_child
 from stepwell.server.access.principals import Principals, Secrets
 from stepwell.server.access.tenants import TenantsFile
 from stepwell.store.key_file import write_store_key
@@ -302,7 +303,7 @@ def test_a_second_signal_does_not_wait_for_answers(tmp_path: Path) -> None:
     pytest.importorskip("uvicorn")
     command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0", "--drain", "100000"]
     body = {"model": "random-hybrid", "prompt": "On and on.", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = _until_address(process)["address"]
             request = urllib.request.Request(
@@ -349,7 +350,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
     where = tmp_path / "log"
     options = ("--port", "0", "--store", f"log:{where}", "--store-budget", "64MiB", "--store-option", "segment=1MiB")
     command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _until_address(process)
             assert said["after a kill"] == "what was cached up to 60 s ago can be resumed from the store"

@@ -14,6 +14,7 @@ from threading import Timer
 import pytest
 
 from stepwell.cli.main import main
+from stepwell.jobs.children import start_child
 from waiting import PATIENCE_S
 
 pytest.importorskip("uvicorn")
@@ -56,7 +57,7 @@ def test_a_tenant_is_served_and_its_quota_is_in_the_log(tenants: Path, tmp_path:
     store = ("--store", f"log:{where}", "--store-budget", "64MiB", "--store-option", "segment=1MiB")
     command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0", *store]
     command += ["--tenants", str(tenants)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _said(process)
             assert said["API key"] == "one for each of 1 tenants" and "chmod 600" in said["warning"]
@@ -78,7 +79,7 @@ def test_tenants_are_read_again_at_sighup_and_a_file_that_is_wrong_changes_nothi
     command += ["--tenants", str(tenants)]
     tenants.write_text(json.dumps({"tenants": [{"name": "alice", "key": KEY}]}))
     tenants.chmod(0o640)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = _said(process)["address"]
             others = [{"name": "alice", "key": "a newer key of alice"}, {"name": "bob", "key": "the key that bob has"}]
@@ -101,7 +102,7 @@ def test_tenants_are_read_again_at_sighup_and_a_file_that_is_wrong_changes_nothi
 
 def test_sighup_without_tenants_is_a_line_in_the_log() -> None:
     command = [sys.executable, "-m", "stepwell", "serve", "--model", "random-hybrid", *SMALL, "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             address = _said(process, "address")["address"]
             process.send_signal(signal.SIGHUP)

@@ -12,6 +12,7 @@ from threading import Event
 
 import pytest
 
+from stepwell.jobs.children import start_child
 from stepwell.server.monitoring import log_lines
 from stepwell.server.monitoring.log_lines import log_to
 from waiting import PATIENCE_S
@@ -92,7 +93,7 @@ print("ends", flush=True)
 
 
 def test_a_program_whose_log_nobody_reads_can_end() -> None:
-    with subprocess.Popen([sys.executable, "-c", FULL], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+    with start_child([sys.executable, "-c", FULL], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
         assert program.stdout is not None and program.stderr is not None
         assert program.stdout.readline() == b"ends\n"
         assert program.wait(PATIENCE_S) == 0

@@ -16,6 +16,7 @@ from uuid import uuid4
 import pytest
 
 from stepwell import ConfigError
+from stepwell.jobs.children import start_child
 from stepwell.transfer import shared_memory
 from stepwell.transfer.shared_memory import NOTE_BYTES, SharedBlock
 from waiting import wait_until
@@ -45,7 +46,7 @@ def name() -> str:
 @contextmanager
 def maker(name: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has made a block."""
-    process = subprocess.Popen([sys.executable, "-c", MAKER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = start_child([sys.executable, "-c", MAKER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "made\n"
     try:
         yield process

@@ -17,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from stepwell.base.errors import StepwellError
+from stepwell.jobs.children import start_child
 
 START_S, REQUEST_S, QUIET_S = 600.0, 300.0, 60.0  # for a machine that is busy with something else; what ends is told at once
 _LOCAL = build_opener(ProxyHandler({}))  # no proxy knows this machine's own address
@@ -44,7 +45,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
     """A server on a free port, killed at the end without warning. What it says goes to `log`. Raises StepwellError."""
     command = [sys.executable, "-m", "stepwell", "serve", "--port", "0", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("STEPWELL_")}
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out, env=environment) as process:
+    with log.open("w") as out, start_child(command, stdout=out, stderr=out, env=environment) as process:
         try:
             yield Server(_address(process, log), process)
         finally:

@@ -31,6 +31,7 @@ from stepwell.cli.demo.script import Message, Turn, opening, turns
 from stepwell.cli.demo.server import Reply, serving
 from stepwell.cli.demo_cluster.parts import Cluster, cluster, find_smg
 from stepwell.cli.demo_cluster.private_network import inside, why_not
+from stepwell.jobs.children import start_child
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +102,7 @@ def _run_inside(args: Namespace, smg: str) -> int:
         raise ConfigError(f"{why_not()}; with --this-network it runs without, and its ports are open to everybody meanwhile")
     again = ["--turns", str(args.turns), "--answer", str(args.answer), "--router", smg, "--this-network"]
     again += [each for name in ("model", "json") if getattr(args, name) for each in (f"--{name}", str(getattr(args, name)))]
-    with subprocess.Popen(inside([sys.executable, "-m", "stepwell", COMMAND.name, *again])) as process:
+    with start_child(inside([sys.executable, "-m", "stepwell", COMMAND.name, *again])) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from typing import Any
 
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.cli.demo.server import START_S, Chat, Server, fetch, serving
+from stepwell.jobs.children import start_child
 
 LOCAL = "127.0.0.1"
 LENT = "256MiB"  # by the prefill server, for what everybody's prompts left
@@ -103,7 +104,7 @@ def routing(smg: str, servers: Sequence[dict[str, Any]], log: Path, *options: st
 
 @contextmanager
 def _running(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+    with log.open("w") as out, start_child(command, stdout=out, stderr=out) as process:
         try:
             yield process
         finally:

@@ -21,7 +21,7 @@ from world import World
 VERBS = {
     "serve": 20, "acquire": 14, "acquire_a_batch": 4, "follow": 5, "prefill": 26, "decode": 12, "answer": 24, "step": 10,
     "settle": 5, "release": 8, "look": 4, "keep_a_match": 2, "acquire_an_old_match": 2, "finish": 2, "abort_after_computing": 1,
-    "preempt": 2, "come_back": 2, "tick": 6, "pin": 1, "unpin": 1, "clear": 0.5,
+    "preempt": 2, "come_back": 2, "tick": 6, "pin": 1, "hand_out": 3, "unpin": 2, "clear": 0.5, "flush": 1,
 }  # fmt: skip
 
 SPILLING_VERBS = {"serve": 8, "acquire": 24, "settle": 14, "press": 14, "preempt": 8, "come_back": 12, "answer": 12}
@@ -75,7 +75,7 @@ def live_with_store(seed: int, steps: int, *, external: bool = False) -> StoreWo
 
 def play(traffic: Traffic, verbs: dict[str, float], rng: Random, steps: int) -> None:
     for verb in rng.choices(list(verbs), list(verbs.values()), k=steps):
-        _act(traffic, verb, rng)
+        play_one(traffic, verb, rng)
         traffic.world.check()
     traffic.world.close()
 
@@ -91,10 +91,10 @@ def _again(rng: Random, traffic: StoreTraffic) -> list[int]:
     return traffic.again(rng.randrange(12), rng.choice((0, 0, 0, 1, 5, 20)), rng.choice((0, 0, 1, 9)))
 
 
-def _act(traffic: Traffic, verb: str, rng: Random) -> None:
+def play_one(traffic: Traffic, verb: str, rng: Random) -> None:
     pick, ttl_s = rng.randrange(12), rng.choice((None, None, None, 50.0))
     match verb:
-        case "look" | "keep_a_match":
+        case "look" | "keep_a_match" | "hand_out":
             getattr(traffic, verb)(random_prompt(rng, traffic.page), pick)
         case "acquire":
             hints = tuple(rng.randrange(60) for _ in range(rng.randrange(3)))

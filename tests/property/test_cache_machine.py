@@ -139,6 +139,15 @@ class CacheMachine(RuleBasedStateMachine):
     def pin(self, drawn: Prompt, pick: int, ttl_s: float | None) -> None:
         self.traffic.pin(self.tokens(drawn), pick, ttl_s)
 
+    @rule(drawn=prompts, pick=picks)
+    def hand_out(self, drawn: Prompt, pick: int) -> None:
+        self.traffic.hand_out(self.tokens(drawn), pick)
+
+    @precondition(lambda self: not self.traffic.world.regime.exact and self.traffic.flushed < 3)
+    @rule(pick=picks)
+    def flush(self, pick: int) -> None:
+        self.traffic.flush(pick)
+
     @precondition(lambda self: self.traffic.world.pinned)
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:

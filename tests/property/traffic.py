@@ -24,7 +24,7 @@ class Traffic:
         self.page = world.spec.page_tokens
         self.matches: list[tuple[Match, list[int], Namespace]] = []
         self.preempted: list[tuple[list[int], Namespace]] = []
-        self.cleared = 0
+        self.cleared = self.flushed = 0
 
     def space(self, pick: int) -> Namespace:
         """Mostly the same one, but for tenants."""
@@ -175,6 +175,16 @@ class Traffic:
     def pin(self, tokens: list[int], pick: int, ttl_s: float | None) -> None:
         if len(self.world.pinned) < 3:
             self.world.pin(tokens, self.space(pick), self._ttl(ttl_s))
+
+    def hand_out(self, tokens: list[int], pick: int) -> None:
+        if len(self.world.pinned) < 3:
+            self.world.hand_out(tokens, self.space(pick), 50.0)
+
+    def flush(self, pick: int) -> None:
+        """Memory is emptied, of one namespace or of all; not where an oracle foretells what is cached."""
+        if not self.world.regime.exact and self.flushed < 3:
+            self.flushed += 1
+            self.world.flush(self.space(pick) if pick % 2 else None)
 
     def unpin(self, pick: int) -> None:
         if self.world.pinned:

@@ -49,7 +49,8 @@ class Watched:
             setup.spec, setup.config, executor=self.executor, clock=self.clock, on_free=self._on_free, model=setup.spec.name,
             tuning=setup.tuning,
         )  # fmt: skip
-        self.engine.row_pages = rows = self.cache.row_pages
+        self.reader = DigestEngine(setup.spec, self.memories)  # of the cache's own memory, as another server would read it
+        self.engine.row_pages = self.reader.row_pages = rows = self.cache.row_pages
         self.headers = HeaderWatch(setup.spec, self.memories, rows) if rows is not None else None
         self.quotas = QuotaWatch(self.cache)
         self.feed = FeedWatch(self.cache) if setup.ranks == 1 else None  # nobody may listen, and keys may not be asked for

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from ledger import TOKEN, Content, Where, space_of
 from oracle import boundaries, needs_checkpoint
 from toy_models import Regime, Setup
@@ -15,9 +16,14 @@ from watched import Watched, packed
 
 from stepwell import Cause, Kind, Lease, Match, Namespace, NoRoom, Point, Tier
 from stepwell.base.ids import JobId
+from stepwell.base.prompt import page_keys
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.cache.report import StepReport
 from stepwell.store_tier.ticket import Ticket
+from stepwell.testing.digest_engine import Pages
 from stepwell.tiers.lifetime import Pin
+from stepwell.tree.match import ids_of
+from stepwell.tree.node import ABSENT
 
 
 @dataclass(eq=False)
@@ -38,9 +44,12 @@ class Held:
 
 @dataclass(eq=False)
 class Pinned:
+    """A pin or a hand-out, and the pages that it named when it was made."""
+
     pin: Pin
     namespace: Namespace
     tokens: list[int]
+    pages: list[tuple[Tier, Pages]]
     cleared: bool = False
 
 
@@ -193,15 +202,49 @@ class World(Watched):
 
     def pin(self, tokens: Sequence[int], namespace: Namespace, ttl_s: float | None) -> None:
         match = self.look(tokens, namespace)
+        upto = match.restore_tokens // self.spec.page_tokens
+        there = {tier: ids_of(match.path, tier, upto) for tier in self.cache._state.tree.tiers}
         pin = self.cache.pins.add(tokens, namespace=namespace, ttl_s=ttl_s)
         if ttl_s is not None:
             self.excuses.add(Cause.EXPIRED)
         assert pin.tokens == match.restore_tokens, f"{pin} {match}"
-        self.pinned.append(Pinned(pin, namespace, list(tokens)))
+        of_checkpoint = (pin.residency.windows, pin.residency.points) if pin.residency is not None else (NO_PAGES, NO_PAGES)
+        named = []
+        for tier, ids in pin.pages:
+            mine = np.where(np.isin(there[tier], ids), there[tier], ABSENT)
+            is_there = pin.residency is not None and pin.residency.tier is tier
+            named.append((tier, mine, *(of_checkpoint if is_there else (NO_PAGES, NO_PAGES))))
+        self._note_pinned(pin, namespace, tokens, named)
+
+    def hand_out(self, tokens: Sequence[int], namespace: Namespace, ttl_s: float) -> None:
+        """What the host has of a prompt is given to another server, which reads it at any time until that ends."""
+        match = self.look(tokens, namespace)
+        out = self.cache.hand_out(tokens, namespace=namespace, ttl_s=ttl_s)
+        if out is not None:
+            assert out.tokens == out.pin.tokens == match.restore_tokens, f"{out} {match}"
+            path, page_bytes = packed(tokens[: out.tokens]), self.spec.page_tokens * TOKEN
+            assert out.pages.keys == tuple(page_keys(namespace.digest, path, page_bytes))
+            last = (out.checkpoint.windows, out.checkpoint.points) if out.checkpoint is not None else (NO_PAGES, NO_PAGES)
+            self._note_pinned(out.pin, namespace, tokens, [(Tier.HOST, out.pages.ids, *last)])
+
+    def _note_pinned(
+        self, pin: Pin, namespace: Namespace, tokens: Sequence[int], named: list[tuple[Tier, PageIds, PageIds, PageIds]]
+    ) -> None:  # fmt: skip
+        path, first = packed(tokens[: pin.tokens]), self.spec.window_span(pin.tokens).start
+        pages = [(tier, Pages(namespace, path, prefix, windows, first, points)) for tier, prefix, windows, points in named]
+        self.pinned.append(Pinned(pin, namespace, list(tokens), pages))
 
     def unpin(self, pinned: Pinned) -> None:
         self.pinned.remove(pinned)
         self.cache.pins.release(pinned.pin)
+
+    def flush(self, namespace: Namespace | None) -> None:
+        self.excuses.add(Cause.CLEARED)
+        self.cache.flush(namespace=namespace)
+        for space in {space_of(each) for each in self.setup.spaces if namespace in (None, each)}:
+            self.oracle.cleared(space)
+        for pinned in self.pinned:
+            pinned.cleared = pinned.cleared or namespace in (None, pinned.namespace)
 
     def clear(self, namespace: Namespace) -> None:
         self.excuses.add(Cause.CLEARED)
@@ -221,6 +264,9 @@ class World(Watched):
             assert held.lease.sources.total == held.lease.prompt_tokens, f"{held.lease.sources} {held.lease}"
             if held.lease.ready:
                 self.check_lease(held)
+        for pinned in self.pinned:
+            for tier, pages in pinned.pages if pinned.pin.held else ():
+                self.reader.check_pages(pages, tier, pinned.pin.tokens)
         for tier, budget in ((Tier.DEVICE, self.setup.config.device_bytes), (Tier.HOST, self.setup.config.host_bytes)):
             assert self.cache.stats().tier(tier).used_bytes <= (budget or 0), f"{tier.label} is over its budget"
         if self.regime is not Regime.FAULTY:

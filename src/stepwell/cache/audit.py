@@ -5,6 +5,7 @@ Slow on purpose, and changes nothing. Ends every random test.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import Pin
 from stepwell.tiers.state import CacheState
 from stepwell.tree import audit as tree_audit
-from stepwell.tree.node import ABSENT
+from stepwell.tree.node import ABSENT, Residency
 
 
 def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink] = ()) -> None:
@@ -96,20 +97,27 @@ def _holders(
             yield tier, Kind.PREFIX, ids
     for link in links:
         yield from link.holders()
+    for residency in _pinned(state, leases, pins, links):
+        for kind, ids in residency.spans():
+            yield residency.tier, kind, ids
+
+
+def _pinned(
+    state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]
+) -> Iterator[Residency]:  # fmt: skip
+    """Every checkpoint that a lease, a pin, a hand-out, a copy or a fetch has pinned, once for each."""
+    held = [lease.restored for lease in leases] + [pin.residency for pin in pins]
+    yield from (residency for residency in held if residency is not None)
+    yield from state.copies.readers()
+    for link in links:
+        yield from link.readers()
 
 
 def _audit_users(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links: Sequence[StoreLink]) -> None:
-    users: dict[int, int] = {}
-    readers = [lease.restored for lease in leases] + [pin.residency for pin in pins]
-    readers += state.copies.readers()
-    readers += [residency for link in links for residency in link.readers()]
-    for residency in readers:
-        if residency is not None:
-            users[id(residency)] = users.get(id(residency), 0) + 1
+    pinned = list(_pinned(state, leases, pins, links))
     for node in state.tree.nodes():
         for checkpoint in (node.checkpoints or {}).values():
-            for residency in checkpoint.held:
-                if residency is not None:
-                    assert residency.users == users.get(id(residency), 0), (
-                        f"{residency.users=} but {users.get(id(residency), 0)} read it"
-                    )
+            pinned += [residency for residency in checkpoint.held if residency is not None and residency.users]
+    times = Counter(id(residency) for residency in _pinned(state, leases, pins, links))
+    for residency in pinned:
+        assert residency.users == times[id(residency)], f"{residency.users=} but it is pinned {times[id(residency)]} times"

@@ -76,13 +76,16 @@ class Cache(ReadOnlyCache):
     ) -> Lease:  # fmt: skip
         """Leases the prompt of a match: holds its restore point, takes pages for the rest, starts what must be copied.
 
-        Raises NoRoom and holds nothing. The lease may be LOADING: call `step` until it is ready. Closes the ticket.
+        Raises NoRoom and holds nothing; LeaseError for a match or ticket of another cache. The lease may be LOADING: call `step`
+        until it is ready. Closes the ticket.
         Each step of `priority` (up to 10) doubles what the path is worth keeping, and one is lost every ten minutes.
         Without `publish` nobody else will see what the request computes.
         """
         request = _request(hints, priority, ttl_s)
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
+        if ticket is not None and ticket.tree is not self._state.tree:
+            raise LeaseError("this ticket belongs to another cache")
         told = (ticket.from_store, ticket.known_pages) if ticket is not None else (None, 0)
         lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, *told)
         lease.computing_since_s = self._state.clock.now()
@@ -99,7 +102,7 @@ class Cache(ReadOnlyCache):
 
         False when nobody will be able to: it is past it, or publishes nothing, or no request could resume there.
         """
-        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         spec = self._state.spec
         if not (lease.publishes and spec.is_legal(boundary) and lease.position < boundary < lease.prompt_tokens):
             return False
@@ -117,7 +120,7 @@ class Cache(ReadOnlyCache):
         before that pass has ended. On a GPU, passes follow each other on one stream, and copies wait for it.
         """
         self._must_own_device("grow")
-        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         publish.grow(self._state, lease, upto)
 
     @one_thread
@@ -131,13 +134,13 @@ class Cache(ReadOnlyCache):
         page whose pass is cancelled: the next call for `upto` returns it again, and `release` frees it.
         """
         self._must_own_device("copy_point")
-        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         return publish.copy_point(self._state, lease, upto)
 
     @one_thread
     def append(self, lease: Lease, tokens: Tokens) -> None:
         """Adds tokens the model has produced to the lease's path. Raises BadTokens."""
-        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         lease.append_packed(pack(tokens, vocab_size=self._state.config.vocab_size))
 
     @one_thread
@@ -149,7 +152,7 @@ class Cache(ReadOnlyCache):
         """
         if self._state.nearest is Tier.DEVICE:
             raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
-        lease.must_be(LeaseState.READY)
+        self._leases.must_be(lease, LeaseState.READY)
         external.load(self._state, lease, into, since=since)
 
     @one_thread
@@ -165,7 +168,7 @@ class Cache(ReadOnlyCache):
         and the lease loads until a checkpoint was copied out of it, unless it was named `ahead`. `checkpoint` is for engines
         that know where they have state: True leaves one here, stop or not, False leaves none.
         """
-        lease.must_be(LeaseState.READY)
+        self._leases.must_be(lease, LeaseState.READY)
         if not lease.position <= upto <= lease.num_tokens:
             raise LeaseError(
                 f"{lease} cannot commit up to token {upto}: it stands at {lease.position} and has {lease.num_tokens} tokens"
@@ -193,7 +196,7 @@ class Cache(ReadOnlyCache):
     @one_thread
     def begins(self, lease: Lease) -> None:
         """Says that what the lease commits next is computed from now on: the device was busy with others until now."""
-        lease.must_be(LeaseState.READY, LeaseState.LOADING)
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         lease.computing_since_s = self._state.clock.now()
 
     @one_thread
@@ -202,6 +205,7 @@ class Cache(ReadOnlyCache):
 
         False when some of it did not come: nothing of the pass may be used. `step` then reports the lease as failed.
         """
+        self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING, LeaseState.FAILED)
         lease.computing_since_s = inf  # how fast prompts are computed cannot be seen from this pass
         try:
             self._upkeep.wait(lease, inf, ARRIVING_POLL_S)
@@ -215,7 +219,7 @@ class Cache(ReadOnlyCache):
 
         Nothing else depends on it: what a match finds is the same. Raises LeaseError for a state that is required.
         """
-        lease.must_be(LeaseState.READY)
+        self._leases.must_be(lease, LeaseState.READY)
         publish.note_missing_state(self._state, lease, state, since)
 
     @one_thread
@@ -308,6 +312,10 @@ class Cache(ReadOnlyCache):
 
         Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
         """
+        if isinstance(held, Lease):
+            self._leases.must_be(held, LeaseState.READY, LeaseState.LOADING, LeaseState.FAILED)
+        elif held.tree is not self._state.tree:
+            raise LeaseError("this ticket belongs to another cache")
         self._upkeep.wait(held, timeout_s, POLL_S)
 
     def hand_over(self) -> None:

@@ -19,7 +19,7 @@ from stepwell.store_tier.prefetch import boundaries_to_ask
 from stepwell.store_tier.tier import StoreTier
 from stepwell.tiers.state import CacheState
 from stepwell.tree.keys import path_keys
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match, find_again
 
 log = logging.getLogger(__name__)
 
@@ -69,8 +69,7 @@ class Question:
         elif self._store_error is not None:
             log.warning("a store could not say what it has: %s", self._store_error)
             says = replace(says, note=f"{says.note}; the log says why")
-        if match.version != self._state.tree.version:
-            match = find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
+        match = find_again(self._state.tree, match)
         if match.known_tokens < self._match.known_tokens and not says.note:
             says = StoreSays(note="memory lost some of it while the store was asked: ask again")
         return explain(self._state, self._store_tier.link, match, says)

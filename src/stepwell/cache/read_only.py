@@ -22,7 +22,7 @@ from stepwell.tiers.spill import TAIL_PAGES, hot_pages_of
 from stepwell.tiers.state import CacheState, one_thread
 from stepwell.tree.cached_now import cached_now
 from stepwell.tree.feed import CacheEvent
-from stepwell.tree.match import Match, find
+from stepwell.tree.match import Match, find, find_again
 from stepwell.tree.survey import Survey, survey
 
 
@@ -142,10 +142,10 @@ class ReadOnlyCache:
 
     @one_thread
     def refresh(self, match: Match) -> Match:
-        """The same question again: as cheap as nothing while the cache has not changed. Pure."""
-        if match.version == self._state.tree.version:
-            return match
-        return find(self._state.tree, match.namespace, match.packed, match.limit_tokens)
+        """The same question again; costs nothing while the cache has not changed. Pure. Raises LeaseError for a match of another
+        cache.
+        """
+        return find_again(self._state.tree, match)
 
     @one_thread
     def explain(

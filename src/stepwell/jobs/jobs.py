@@ -162,7 +162,7 @@ class Jobs(Generic[T, A]):
         """Takes a reference to every page and checkpoint named, and submits the task."""
         self._tree.retain(pages)
         for residency in reads:
-            residency.users += 1
+            self._tree.pin(residency)
         self._running[task.job] = _Running(task=task, started_s=self._clock.now(), pages=pages, reads=reads, on_end=on_end)
         self._executor.submit(task)
 

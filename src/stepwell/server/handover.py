@@ -120,7 +120,7 @@ class Offers:
     async def offer(self, loop: EngineLoop, ask: Ask) -> dict[str, Any] | None:
         """Offers what was computed of a prompt; what the router is to pass on, or None where there is nothing to offer.
 
-        Pages are stamped on a thread: where they were let go of meanwhile, the stamps may be those of other bytes.
+        Pages are stamped on a thread, which may take longer than the hold on them lasts: then nothing is offered.
         """
         out = await self._held(loop, ask)
         return None if out is None else await self._offer(loop, out, 0, self._make_room)

@@ -163,7 +163,7 @@ def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pa
     anchors = [residency for residency in held if residency is not None]
     arena.retain(Kind.PREFIX, path)
     for residency in anchors:
-        residency.users += 1
+        state.tree.pin(residency)
     try:
         return allocate(state, Tier.HOST, need_of(state, plan), tenant=match.namespace.tenant)
     finally:
@@ -211,7 +211,7 @@ def _send_for_checkpoint(
     residency.checkpoint.trigger = residency.checkpoint.trigger or Trigger.STORE
     if not link.is_late:
         link.beliefs.add(residency.checkpoint)
-    residency.users += 1
+    state.tree.pin(residency)
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
     came = partial(_checkpoint_came, state, link, fetch, residency, task)

@@ -347,7 +347,7 @@ class StoreLink:
         for fetch in self.fetches:
             yield Tier.HOST, Kind.PREFIX, fetch.ids
 
-    def readers(self) -> Iterator[Residency | None]:
+    def readers(self) -> Iterator[Residency]:
         yield from self.ops.readers()
         for fetch in self.fetches:
             yield from fetch.residencies

@@ -72,6 +72,7 @@ class Ticket:
         on_exit: Callable[[Ticket, int], None],
         awaited: bool = True,
     ) -> None:
+        self.tree = match.tree  # of the cache that it belongs to
         self.namespace = match.namespace
         self.packed = match.packed
         self.limit_tokens = match.limit_tokens

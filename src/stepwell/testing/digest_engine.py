@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.base.prompt import TOKEN_BYTES
+from stepwell.base.prompt import TOKEN_BYTES, Namespace
 from stepwell.base.spec import ModelSpec, Part, Point, Prefix
 from stepwell.base.tasks import PageIds
 from stepwell.memory.row_pages import ABSENT, RowPages
@@ -26,6 +27,17 @@ POISON = 0xDB
 
 class WrongBytes(AssertionError):
     """A page a lease exposes does not hold what was saved for it."""
+
+
+class Pages(NamedTuple):
+    """Pages of one tier with what the first tokens of a path left behind, as a lease names its own."""
+
+    namespace: Namespace
+    packed: bytes
+    prefix_pages: PageIds  # ABSENT for pages that are in another tier
+    window_pages: PageIds  # none of them, or all
+    first_window: int
+    point_pages: PageIds
 
 
 class DigestEngine:
@@ -43,7 +55,7 @@ class DigestEngine:
     def compute(self, lease: Lease, upto: int) -> None:
         """Writes everything tokens `[position, upto)` leave behind. The lease has pages for them."""
         for rank, memories in enumerate(self._ranks):
-            for where, expected in self._rows(lease, lease.position, upto, memories, rank, computing=True):
+            for where, expected in self._rows(lease, Tier.DEVICE, lease.position, upto, memories, rank, computing=True):
                 where[:] = np.frombuffer(expected, np.uint8).reshape(where.shape)
 
     def copy_point(self, lease: Lease, target: int) -> None:
@@ -54,16 +66,22 @@ class DigestEngine:
 
     def check(self, lease: Lease) -> None:
         """Raises WrongBytes unless every byte the lease may read is the one that was saved."""
-        start = lease.position
+        self._check(lease, Tier.DEVICE, lease.position)
+
+    def check_pages(self, pages: Pages, tier: Tier, upto: int) -> None:
+        """Raises WrongBytes unless these pages hold what tokens `[0, upto)` of their path left behind."""
+        self._check(pages, tier, upto)
+
+    def _check(self, held: Lease | Pages, tier: Tier, upto: int) -> None:
         for rank, memories in enumerate(self._ranks):
-            for where, expected in self._rows(lease, 0, start, memories, rank, computing=False):
+            for where, expected in self._rows(held, tier, 0, upto, memories, rank, computing=False):
                 self.rows_checked += len(where)
                 self.bytes_checked += len(expected)
                 found = where.tobytes()
                 if found != expected:
                     at = next(i for i, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other)
                     raise WrongBytes(
-                        f"{lease}, rank {rank}: found {found[at : at + 8].hex()}, saved {expected[at : at + 8].hex()}"
+                        f"{held}, rank {rank}: found {found[at : at + 8].hex()}, saved {expected[at : at + 8].hex()}"
                     )
 
     def poison(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
@@ -74,36 +92,47 @@ class DigestEngine:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _rows(
-        self, lease: Lease, start: int, upto: int, memories: Mapping[Tier, PageMemory], rank: int, *, computing: bool
-    ) -> Iterator[tuple[Bytes, bytes]]:
+        self, held: Lease | Pages, tier: Tier, start: int, upto: int, memories: Mapping[Tier, PageMemory], rank: int, *,
+        computing: bool,
+    ) -> Iterator[tuple[Bytes, bytes]]:  # fmt: skip
         """Pairs of a row in memory, `[layer][byte]`, and what it must hold, for all rows that tokens `[start, upto)` complete."""
-        spec, memory = self._spec, memories[Tier.DEVICE]
-        seeds = _seeds(lease.namespace.digest, rank, lease.packed)
+        spec, memory = self._spec, memories[tier]
+        seeds = _seeds(held.namespace.digest, rank, held.packed)
         for part in spec.parts(Kind.PREFIX):
             shape = spec.state(part.state).shape
             assert isinstance(shape, Prefix)
-            rows_of = self._rows_of(memories, part)
+            rows_of = self._rows_of(memories, part, tier)
             for group in range(start // shape.ratio, upto // shape.ratio):
                 end = (group + 1) * shape.ratio
                 page = (end - 1) // spec.page_tokens
                 row = group - (page * spec.page_tokens) // shape.ratio
-                yield rows_of(int(lease.prefix_pages[page]))[:, row % part.rows], _saved(part, row, seeds[end])
+                where = int(held.prefix_pages[page])
+                if where != ABSENT:
+                    yield rows_of(where)[:, row % part.rows], _saved(part, row, seeds[end])
         first = start if computing else max(upto - spec.window_tokens, 0)
-        for part in spec.parts(Kind.WINDOW):
-            table, pages = _table(memory, Kind.WINDOW, part), lease.window_pages
-            for token in range(max(first, lease.first_window * spec.window_page_tokens), upto):
+        for part in spec.parts(Kind.WINDOW) if not isinstance(held, Pages) or len(held.window_pages) else ():
+            table, pages = _table(memory, Kind.WINDOW, part), held.window_pages
+            for token in range(max(first, held.first_window * spec.window_page_tokens), upto):
                 index, row = divmod(token, spec.window_page_tokens)
-                yield table[pages[index - lease.first_window], :, row % part.rows], _saved(part, row, seeds[token + 1])
-        if upto and len(lease.point_pages):
+                yield table[pages[index - held.first_window], :, row % part.rows], _saved(part, row, seeds[token + 1])
+        if upto and len(held.point_pages):
             for part in spec.parts(Kind.POINT):
                 shape = spec.state(part.state).shape
                 assert isinstance(shape, Point)
-                table, page = _table(memory, Kind.POINT, part), int(lease.point_pages[0])
+                table, page = _table(memory, Kind.POINT, part), int(held.point_pages[0])
                 for row in range(min(shape.rows_at(upto), part.rows)):  # between boundaries a group may be longer
                     yield table[page, :, row % part.rows], _saved(part, row, seeds[upto])
 
-    def _rows_of(self, memories: Mapping[Tier, PageMemory], part: Part) -> Callable[[int], Bytes]:
-        """Where a part of a device page is, `[layer][row][byte]`, by the page's id: rows that spilled are on the host."""
+    def _rows_of(self, memories: Mapping[Tier, PageMemory], part: Part, tier: Tier) -> Callable[[int], Bytes]:
+        """Where a part of a tier's page is, `[layer][row][byte]`, by the page's id: rows of the device that spilled are on the
+        host.
+        """
+        if tier is not Tier.DEVICE:
+            there = _table(memories[tier], Kind.PREFIX, part)
+            return lambda page: there[page]
+        return self._device_rows_of(memories, part)
+
+    def _device_rows_of(self, memories: Mapping[Tier, PageMemory], part: Part) -> Callable[[int], Bytes]:
         spec, row_pages = self._spec, self.row_pages
         device, host = memories[Tier.DEVICE], memories.get(Tier.HOST)
         kind = Kind.ROWS if spec.spill is not None and part.state in spec.spill.states else Kind.PREFIX

@@ -203,6 +203,12 @@ class Leases:
         self._last_id += 1
         return LeaseId(self._last_id)
 
+    def must_be(self, lease: Lease, *states: LeaseState) -> None:
+        """Raises LeaseError unless a lease is in one of these states, and of this cache."""
+        lease.must_be(*states)
+        if self._open.get(lease.id) is not lease:
+            raise LeaseError(f"lease #{lease.id} belongs to another cache")
+
     def add(self, lease: Lease) -> None:
         self._open[lease.id] = lease
 

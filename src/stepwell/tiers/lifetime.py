@@ -80,7 +80,11 @@ class Lookup(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pin:
-    """A hold on the pages of a prefix, in the lowest tier that has each. Released through the cache, or when its time is up."""
+    """A reference to every page of a prefix and of its checkpoint, in the lowest tier that has each.
+
+    While it is `held`, none of these pages is freed or used for anything else: not by eviction, `flush`, `clear` or a copy that
+    fails. Released through the cache, or when its time is up.
+    """
 
     state: CacheState
     tokens: int
@@ -128,7 +132,7 @@ def _take(state: CacheState, match: Match, ttl_s: float | None, on_exit: Callabl
     checkpoint = match.checkpoint
     residency = (checkpoint.ready_in(Tier.HOST) or checkpoint.ready_in(Tier.DEVICE)) if checkpoint is not None else None
     if residency is not None:
-        residency.users += 1
+        state.tree.pin(residency)
     until = inf if ttl_s is None else state.clock.now() + ttl_s
     if upto:  # a use, and one that changes nothing about when the path runs out: the pin's end is not the path's
         state.tree.touch(match.path, upto, Use(at_s=state.clock.now(), expires_at_s=0.0))
@@ -167,9 +171,9 @@ class Pins:
 
     @one_thread
     def release(self, pin: Pin) -> None:
-        """Lets go of a pin. Raises LeaseError when it was released before, or ran out."""
+        """Releases a pin. Raises LeaseError when it was released before, ran out, or belongs to another cache."""
         if pin not in self._pins:
-            raise LeaseError("this pin was released already, or ran out")
+            raise LeaseError("this pin was released already, ran out, or belongs to another cache")
         self._pins.remove(pin)
         pin.let_go()
 

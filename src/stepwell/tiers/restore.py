@@ -23,7 +23,7 @@ from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.visits import note_use, note_visit
 from stepwell.tree.checkpoints import add_residency
-from stepwell.tree.match import Match, find, ids_of
+from stepwell.tree.match import Match, find_again, ids_of
 from stepwell.tree.node import ABSENT, Residency
 
 
@@ -50,10 +50,9 @@ def acquire(
     """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on).
 
     `from_store` says which of its pages came from a store while the request waited, `known_pages` how many are known when what
-    the store has is counted too.
+    the store has is counted too. Raises NoRoom, and LeaseError for a match of another cache.
     """
-    if match.version != state.tree.version:
-        match = find(state.tree, match.namespace, match.packed, match.limit_tokens)
+    match = find_again(state.tree, match)
     deepest, match = match.restore_tokens, soonest(state, match)
     holds = _hold(state, match)
     try:
@@ -120,7 +119,7 @@ def _hold(state: CacheState, match: Match) -> Holds:
     if checkpoint is not None:
         residency = checkpoint.ready_in(state.nearest) or checkpoint.ready_in(Tier.HOST)
         assert residency is not None, "a match names a checkpoint that is nowhere ready"
-        residency.users += 1
+        state.tree.pin(residency)
     state.arena(state.nearest).retain(Kind.PREFIX, near[~gaps])
     if len(below):
         state.arena(Tier.HOST).retain(Kind.PREFIX, below)

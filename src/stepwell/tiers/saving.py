@@ -197,7 +197,7 @@ def save_residency(state: CacheState, residency: Residency, *, evict: bool = Tru
     if not evict and not state.arena(Tier.HOST).fits(need):
         return Save.SKIPPED
     state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
-    residency.users += 1  # not to be evicted by what makes room for it
+    state.tree.pin(residency)  # making room for its copy must not evict it
     pages, outcome = None, Save.SKIPPED
     try:
         pages = allocate(state, Tier.HOST, need, tenant=node.account.tenant)

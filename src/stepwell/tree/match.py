@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from stepwell.base.errors import LeaseError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import TOKEN_BYTES, Namespace, common_pages
 from stepwell.base.tasks import PageIds
@@ -25,8 +26,9 @@ from stepwell.tree.tree import Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """What the cache knows of a prompt, in tokens; true as long as the tree stays at `version`."""
+    """What the cache knows of a prompt, in tokens; true as long as `tree` stays at `version`."""
 
+    tree: Tree
     namespace: Namespace
     packed: bytes
     prompt_tokens: int
@@ -63,6 +65,7 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
             restore, checkpoint = free, None
     on_device = _whole_pages(tree, path, restore)
     return Match(
+        tree=tree,
         namespace=namespace,
         packed=packed,
         prompt_tokens=prompt_tokens,
@@ -76,6 +79,15 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
         path=path,
         version=tree.version,
     )
+
+
+def find_again(tree: Tree, match: Match) -> Match:
+    """The same match as long as the tree has not changed, else a new one. Raises LeaseError for a match of another cache."""
+    if match.tree is not tree:
+        raise LeaseError("this match belongs to another cache: look the prompt up in the cache that is to use it")
+    if match.version == tree.version:
+        return match
+    return find(tree, match.namespace, match.packed, match.limit_tokens)
 
 
 def ids_of(path: tuple[Node, ...], tier: Tier, upto: int) -> PageIds:

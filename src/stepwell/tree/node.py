@@ -101,7 +101,7 @@ class Residency:
         self.windows = windows
         self.points = points  # one id, or none for models without point states
         self.ready = ready
-        self.users = 0  # leases and copies that read it now: not to be evicted
+        self.users = 0  # how often it is pinned (`Tree.pin`), each time with a reference to every page: not to be evicted
         self.entry = self.standing = 0
         self.unsaved = self.leaving = False
         self.backup_deferred = False  # it is to be copied below later: worth more until then

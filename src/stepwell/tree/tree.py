@@ -193,10 +193,20 @@ class Tree:
                 self._queue_run(run)
             self.ranking.tidy(tier, {run.node.account: None for run in runs} if self.accounts.limited else ())
 
+    def pin(self, residency: Residency) -> None:
+        """Takes a reference to every page of a checkpoint in its tier: until `unpin` it is not evicted, and its pages are used
+        for nothing else, even when it leaves the tree.
+        """
+        residency.users += 1
+        for kind, ids in residency.spans():
+            self.arenas[residency.tier].retain(kind, ids)
+
     def unpin(self, residency: Residency) -> None:
-        """One user of a checkpoint less; one that nobody reads is a candidate again."""
+        """Releases the references that one `pin` took; a checkpoint without any others can be evicted again."""
         residency.users -= 1
         assert residency.users >= 0, f"{residency.users=}"
+        for kind, ids in residency.spans():
+            self.arenas[residency.tier].release(kind, ids)
         if not residency.users:
             self.ranking.queue_residency(residency)
 

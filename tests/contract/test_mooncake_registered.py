@@ -207,6 +207,28 @@ def test_a_store_that_is_attached_again_keeps_the_memory(raw: StandIn, store: Mo
     cache.close()
 
 
+def test_a_store_that_is_still_unregistering_memory_is_refused_at_once(store: MooncakeStore) -> None:
+    begun, go = Event(), Event()
+
+    class Slow(Wrapper):
+        def unregister(self, memory: object) -> None:
+            begun.set()
+            assert go.wait(60)
+
+    cache, slow = build_cache(SPEC, CONFIG, model="zeros"), Slow(store)
+    cache.store.attach(slow, WAIT)
+    cache.store.detach()
+    assert cache.step().detached == () and begun.wait(60)
+    with pytest.raises(StoreError, match="still unregistering"):
+        cache.store.attach(slow, WAIT)
+    assert cache.store.state is LinkState.DETACHED
+    go.set()
+    wait_until(lambda: cache.step().detached, "the store has unregistered it")
+    cache.store.attach(slow, WAIT)
+    assert cache.store.state is LinkState.ATTACHED
+    cache.close()
+
+
 def test_a_store_in_a_wrapper_is_shown_the_memory_too(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
     cache.store.attach(Wrapper(store), WAIT)

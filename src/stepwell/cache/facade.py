@@ -119,7 +119,7 @@ class Cache(ReadOnlyCache):
         Rows of running requests may leave the device for it, also while a pass still reads them: nobody may write to the pages
         before that pass has ended. On a GPU, passes follow each other on one stream, and copies wait for it.
         """
-        self._must_own_device("grow")
+        self._must_own_device("grow()")
         self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         publish.grow(self._state, lease, upto)
 
@@ -133,7 +133,7 @@ class Cache(ReadOnlyCache):
         that the cache makes the copy after the commit, and the lease is LOADING until it is made. Nothing needs to be done for a
         page whose pass is cancelled: the next call for `upto` returns it again, and `release` frees it.
         """
-        self._must_own_device("copy_point")
+        self._must_own_device("copy_point()")
         self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         return publish.copy_point(self._state, lease, upto)
 
@@ -150,8 +150,7 @@ class Cache(ReadOnlyCache):
         An engine that has tokens `[0, since)` itself names the pages after those only, of windows too. Raises LoadFailed when
         the checkpoint is gone, which `can_load` tells before.
         """
-        if self._state.nearest is Tier.DEVICE:
-            raise ConfigError("load() is for caches without a device tier; with one, acquire() loads")
+        self._must_not_own_device("load()")
         self._leases.must_be(lease, LeaseState.READY)
         external.load(self._state, lease, into, since=since)
 
@@ -180,8 +179,12 @@ class Cache(ReadOnlyCache):
             self._measure(lease, upto)
         wanted = self._wants_checkpoint(lease, upto, last) if checkpoint is None else checkpoint and self._can_checkpoint(upto)
         if self._state.nearest is Tier.DEVICE:
+            if source is not None:
+                self._must_not_own_device("commit(source=...)")
             publish.commit(self._state, lease, upto, checkpoint=wanted, last=last, point_copy=point_copy)
             return lease.publishes
+        if point_copy is not None:
+            self._must_own_device("commit(point_copy=...)")
         if source is None:
             raise LeaseError("without a device tier, commit() needs `source`: the engine's pages to copy from")
         return external.commit(self._state, lease, upto, source, checkpoint=wanted)
@@ -267,18 +270,19 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def lose_device(self) -> None:
-        """Forgets all that is on the device: its memory is gone, with whoever copied to and from it. Host and store stay as they
-        are. All leases must have been given back, and no copy may still be carried out. Raises LeaseError.
+        """Drops all that is on the device: its memory is gone, and so are the ranks that copied to and from it. Host and store
+        stay as they are. No copy may still be carried out. Raises LeaseError while leases are open.
         """
-        if len(self._leases):
-            raise LeaseError(f"{len(self._leases)} lease(s) are open; release them before the device tier is given up")
+        self._must_own_device("lose_device()")
+        self._must_have_no_leases("the device tier is given up")
         self._state.copies.take_back_all()
         lose_device(self._state.tree, self._state.loss(LossReason.DEVICE, Tier.DEVICE))
         self._state.give_back_host()
 
     @one_thread
     def evict_idle(self) -> None:
-        """Evicts from the device all that nobody uses, as far as it may leave at once. Host and store keep what they have."""
+        """Evicts from the device all that no request uses, as far as it may leave at once. Host and store keep what they have."""
+        self._must_own_device("evict_idle()")
         layout = self._state.arena(Tier.DEVICE).layout
         make_room(self._state, Tier.DEVICE, {kind: layout.rows(kind) + 1 for kind in layout.strides}, may_spill=False)
 
@@ -324,15 +328,22 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Waits for running copies and for what is to be backed up, and stops the workers. Leases must have been given back.
-        Under `adaptive` and `back` that is all that is worth keeping, what only the device has last.
+        """Waits for running copies, for store operations and for what is to be backed up, and stops the workers. Under `adaptive`
+        and `back` everything that is worth keeping is backed up, what only the device has last. Raises LeaseError while leases
+        are open, and closes nothing then.
 
-        Ranks and stores that hang or are slow are waited for `timeout_s` in all; what was given up on before is not waited
-        for. False when something was left undone: what had not begun is called off, and calls that have may still be running.
+        Ranks and stores that hang or are slow are waited for `timeout_s` in all, but for operations that exceeded their own time
+        limit before. False when something was left undone: what had not begun is cancelled, and calls that have begun may still
+        be running.
         """
+        self._must_have_no_leases("the cache is closed")
         return self._upkeep.close(timeout_s)
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _must_have_no_leases(self, before: str) -> None:
+        if len(self._leases):
+            raise LeaseError(f"{len(self._leases)} lease(s) are open; release them before {before}")
 
     def _measure(self, lease: Lease, upto: int) -> None:
         now = self._state.clock.now()
@@ -344,10 +355,6 @@ class Cache(ReadOnlyCache):
         if tokens >= LEAST_CHUNK_TOKENS:
             self._state.compute_speed.measure(tokens, took_s, self._state.clock.now())
         self._store_tier.computed(tokens, took_s)
-
-    def _must_own_device(self, verb: str) -> None:
-        if self._state.nearest is not Tier.DEVICE:
-            raise ConfigError(f"{verb}() needs a device tier; without one the engine allocates its own pages")
 
 
 def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> RequestOptions:

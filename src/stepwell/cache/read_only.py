@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from stepwell.base.config import CacheConfig
 from stepwell.base.errors import BadTokens, ConfigError
@@ -12,7 +14,7 @@ from stepwell.base.prompt import Namespace, PageKey, Tokens, pack
 from stepwell.base.spec import ModelSpec
 from stepwell.cache.explain import Explanation
 from stepwell.cache.question import STORE_WAIT_S, Question
-from stepwell.cache.report import Stats, tenant_stats, tier_stats
+from stepwell.cache.report import Stats, TenantStats, tenant_stats, tier_stats
 from stepwell.jobs.executors import Arriving
 from stepwell.memory.row_pages import RowPages
 from stepwell.store_tier.tier import StoreTier
@@ -28,6 +30,8 @@ from stepwell.tree.survey import Survey, survey
 
 class ReadOnlyCache:
     """The half of a cache that only answers. On the cache's thread, but for counters."""
+
+    _called: ClassVar[str] = "Cache"
 
     def __init__(self, state: CacheState, namespace: Namespace, store_tier: StoreTier) -> None:
         self._state = state
@@ -106,7 +110,9 @@ class ReadOnlyCache:
 
     @one_thread
     def stats(self) -> Stats:
-        """How full the tiers are, what is under way, and everything that was counted."""
+        """How full the tiers are, what is under way, and everything that was counted. Takes as long for any number of tenants
+        and pages, so that routers may ask often.
+        """
         tiers = {tier: tier_stats(arena) for tier, arena in self._state.tree.arenas.items()}
         return Stats(
             tiers=tiers,
@@ -117,8 +123,12 @@ class ReadOnlyCache:
             breaker=self._store_tier.breaker_state,
             store_times={operation: times.copy() for operation, times in self._store_tier.times.items()},
             counters=self._state.counters.snapshot(),
-            tenants=tenant_stats(self._state.tree),
         )
+
+    @one_thread
+    def tenants(self) -> Mapping[str, Mapping[Tier, TenantStats]]:
+        """What each tenant has cached, by name: those that have something, or a quota. Takes longer the more there are."""
+        return tenant_stats(self._state.tree)
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
         """This model under an adapter, or for a tenant whose pages nobody else may see."""
@@ -178,6 +188,7 @@ class ReadOnlyCache:
         Where rows may spill, for what it cannot spill, if an empty host has room for the rest. Tokens from `spills_upto` on are
         not published, and so do not spill: an answer's for some models, all of a request that computes for itself alone.
         """
+        self._must_own_device("could_hold()")
         spec = self._state.spec
         window = min(spec.window_tokens + chunk_tokens, tokens) if spec.window_tokens else 0
         need = {
@@ -219,11 +230,13 @@ class ReadOnlyCache:
         """Without a device tier: whether `load` will find all it needs. A lease that waits may lose its checkpoint: another
         request's load of it failed, or memory was flushed. Release it and look the prompt up again.
         """
+        self._must_not_own_device("can_load()")
         return external.can_load(lease)
 
     @one_thread
     def first_unsaved(self, lease: Lease) -> int:
         """Without a device tier: the first page that the next commit copies. Those before it need no name."""
+        self._must_not_own_device("first_unsaved()")
         return external.first_unsaved(self._state, lease)
 
     @one_thread
@@ -233,6 +246,14 @@ class ReadOnlyCache:
         A pass that has begun so is committed once `wait_arriving` has said that everything came.
         """
         return self._state.copies.arriving(lease.arrives_with) if lease.state is LeaseState.LOADING else ()
+
+    def _must_own_device(self, call: str) -> None:
+        if self._state.nearest is not Tier.DEVICE:
+            raise ConfigError(f"{call} needs a device tier; without one the engine allocates its own pages")
+
+    def _must_not_own_device(self, call: str) -> None:
+        if self._state.nearest is Tier.DEVICE:
+            raise ConfigError(f"{call} is for caches without a device tier; with one, acquire() loads what a lease needs")
 
     def _can_checkpoint(self, upto: int) -> bool:
         return self.spec.needs_checkpoint_at(upto) and self.spec.is_legal(upto)

@@ -44,7 +44,6 @@ class Stats:
     breaker: BreakerState | None  # None without a store
     store_times: Mapping[str, Durations]  # by operation: find, fetch, put
     counters: Mapping[str, int]
-    tenants: Mapping[str, Mapping[Tier, TenantStats]]  # those that have something cached, or a quota
 
     def tier(self, tier: Tier) -> TierStats:
         """One tier's; nothing but zeros for a tier that does not exist."""

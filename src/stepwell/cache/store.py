@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from stepwell.base.config import StoreConfig
 from stepwell.jobs.executors import StoreExecutor
@@ -16,6 +17,8 @@ from stepwell.transfer.store_worker import HostPages
 
 class StoreControl:
     """Attaches and detaches stores, and says how the one that is attached does. The cache's thread."""
+
+    _called: ClassVar[str] = "Cache.store"
 
     def __init__(self, store_tier: StoreTier, owner: Owner) -> None:
         self._tier = store_tier
@@ -51,8 +54,9 @@ class StoreControl:
         """Puts a store below the host tier, at any moment. What is on the host already is offered to it.
 
         The caller opened the store and closes it, after `detach` or once the cache is closed. Raises ConfigError, and StoreError
-        when the store wants to know the host's memory and cannot have it. That may take long with a network card, and is done at
-        once where another thread did it before (`store.api.register(store, cache.store.host_memory)`). `tuning` is for tests.
+        when the store wants to know the host's memory and cannot have it, or is still unregistering it since it was detached.
+        Registering may take long with a network card, and takes no time where another thread did it before
+        (`store.api.register(store, cache.store.host_memory)`). `tuning` is for tests.
         """
         self._tier.attach(store, config or StoreConfig(), executor, tuning or StoreTuning())
 

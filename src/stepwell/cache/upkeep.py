@@ -57,7 +57,7 @@ class Upkeep:
             self._settle(deadline_s, lambda: state.copies.num_awaited, state.copies.drain)
             store_tier.end_deferral()
             self._settle(deadline_s, lambda: state.copies.num_awaited + store_tier.num_awaited, self._drain)
-            undone = state.copies.num_running + store_tier.num_unstored
+            undone = state.copies.num_running + store_tier.num_busy
         finally:
             state.copies.withdraw_all()
             store_tier.close()

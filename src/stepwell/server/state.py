@@ -46,7 +46,7 @@ def read_state(engine: Engine) -> EngineState:
         pending=stats.pending,
         deferred=stats.deferred,
         tiers=stats.tiers,
-        tenants=stats.tenants,
+        tenants=engine.cache.tenants(),
         store=stats.store,
         breaker=stats.breaker,
         store_times=stats.store_times,

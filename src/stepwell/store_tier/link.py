@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stepwell.base.config import StoreConfig
+from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import PageIds
@@ -233,11 +234,16 @@ class StoreLink:
         self.giving_back.join(wait_s)
         return not self.giving_back.is_alive()
 
-    def stop_giving_back(self) -> None:
-        """The store is to be attached again: what it knows it keeps, and what it is about to forget it is shown again."""
+    def keep_memory(self) -> None:
+        """The store is attached again: it keeps the host's memory registered. Raises StoreError while it is unregistering it,
+        which may take long or hang: attaching must not wait for that.
+        """
+        if self.giving_back is not None and self.giving_back.is_alive():
+            raise StoreError(
+                "this store was detached, and is still unregistering the host's memory: attach it once step() has reported it "
+                "as detached"
+            )
         self.keeps_memory = True
-        if self.giving_back is not None:
-            self.giving_back.join()
 
     def take_failures(self) -> list[str]:
         """What went wrong since it was last asked."""

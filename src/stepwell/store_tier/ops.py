@@ -97,16 +97,6 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._failures: list[str] = []
 
     @property
-    def overdue(self) -> bool:
-        """Whether nothing is left but what was given up on, and questions that only somebody's curiosity waits for."""
-        return not any(self.is_awaited(job) and sent.counts for job, sent in self._sent.items())
-
-    @property
-    def num_hints(self) -> int:
-        """Operations that change nothing which a caller waits for, such as a new level of what is stored."""
-        return sum(not sent.counts for sent in self._sent.values())
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of pages that nobody may have yet, because a transfer that failed may still write into them."""
         return self._held_bytes

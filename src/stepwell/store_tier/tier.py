@@ -81,11 +81,6 @@ class StoreTier:
         return sum(link.num_busy for link in self.links)
 
     @property
-    def num_unstored(self) -> int:
-        """The same without hints: what would be lost if the cache were closed now."""
-        return self.num_busy - sum(link.ops.num_hints for link in self.links)
-
-    @property
     def num_deferred(self) -> int:
         """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
         return sum(len(link.deferred) for link in self.links)
@@ -112,7 +107,7 @@ class StoreTier:
             raise ConfigError("an executor's workers stamp values with a key of their own: give it to them, not to StoreConfig")
         for old in self.links:
             if old.store is store:
-                old.stop_giving_back()
+                old.keep_memory()
         register(store, self.host_memory)
         executor = executor or self._make_executor(store, config)
         for old in self.links:  # the new one will be offered what they still have in line
@@ -278,13 +273,13 @@ class StoreTier:
         are_copied = copies.num_running == copies.num_awaited  # a copy that hangs may hold the room for ever
         return sum(
             1 for link in self.links
-            if (link.ops.num_running and not link.ops.overdue) or (link.unplaced and are_copied and link.may_put(now))
+            if link.ops.num_awaited or (link.unplaced and are_copied and link.may_put(now))
         )  # fmt: skip
 
     def drain(self, timeout_s: float) -> None:
         """Waits until a link has nothing under way, or for so long."""
         for link in self.links:
-            if link.ops.num_running and not link.ops.overdue:
+            if link.ops.num_awaited:
                 link.ops.drain(timeout_s)
 
     def close(self) -> None:

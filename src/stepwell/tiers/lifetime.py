@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 from types import TracebackType
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -144,6 +144,8 @@ def _take(state: CacheState, match: Match, ttl_s: float | None, on_exit: Callabl
 class Pins:
     """The pins of one cache, oldest first. One thread."""
 
+    _called: ClassVar[str] = "Cache.pins"
+
     def __init__(self, state: CacheState, lookup: Lookup) -> None:
         self._state = state
         self._lookup = lookup
@@ -173,7 +175,7 @@ class Pins:
     def release(self, pin: Pin) -> None:
         """Releases a pin. Raises LeaseError when it was released before, ran out, or belongs to another cache."""
         if pin not in self._pins:
-            raise LeaseError("this pin was released already, ran out, or belongs to another cache")
+            raise LeaseError("this pin was released already, or ran out, or belongs to another cache")
         self._pins.remove(pin)
         pin.let_go()
 

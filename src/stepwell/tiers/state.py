@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import wraps
 from threading import Lock, current_thread, local
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -61,8 +61,10 @@ class Owner:
         self._mark: ref[_Mark] | None = None
         self._lock = Lock()
 
-    def check(self, verb: str) -> None:
-        """Raises WrongThread unless the calling thread is the owner, or becomes it."""
+    def check(self, *names: str) -> None:
+        """Raises WrongThread unless the calling thread is the owner, or becomes it. `names` say what was called: joined by dots,
+        and only for the message.
+        """
         mine, mark = _here.mark, self._mark
         if mark is not None and mark() is mine:
             return
@@ -70,19 +72,20 @@ class Owner:
             theirs = self._mark() if self._mark is not None else None
             if theirs is not None:
                 raise WrongThread(
-                    f"{verb}() was called from thread {mine.name!r}, but the cache belongs to {theirs.name!r}: "
+                    f"{'.'.join(names)}() was called from thread {mine.name!r}, but the cache belongs to {theirs.name!r}: "
                     "call it from one thread, or have that one call hand_over() first"
                 )
             self._mark = ref(mine)
 
     def release(self) -> None:
         """The next thread that comes has it. Called by the owner."""
-        self.check("hand_over")
+        self.check("Cache.hand_over")
         self._mark = None
 
 
 class Owned(Protocol):
     _owner: Owner
+    _called: ClassVar[str]  # what its users write before the name of a method
 
 
 S = TypeVar("S", bound=Owned)
@@ -90,11 +93,11 @@ S = TypeVar("S", bound=Owned)
 
 def one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """A method that only the owner may call."""
-    verb = method.__qualname__
+    verb = method.__name__
 
     @wraps(method)
     def checked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._owner.check(verb)
+        self._owner.check(self._called, verb)
         return method(self, *args, **kwargs)
 
     return checked

@@ -240,6 +240,42 @@ def test_a_question_that_hangs_does_not_cost_the_backups_when_the_cache_closes()
     store.go.set()
 
 
+class Answering(MemoryStore):
+    """Says when it is asked, and answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = Event(), Event()
+
+    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
+        self.asked.set()
+        assert self.go.wait(60)
+        return super().contains(space, keys)
+
+
+def test_closing_waits_for_a_question_that_somebody_asked_out_of_curiosity() -> None:
+    """When it returns true, nothing uses the store any more."""
+    cache, store = build_cache(FULL, CONFIG, tuning=SMALL_PAGES), Answering()
+    cache.store.attach(store)
+    question = cache.question(text(1, 17), store_wait_s=60.0)
+    assert store.asked.wait(60)
+    assert not question.ready and cache.stores_awaited == 1
+    store.go.set()
+    assert cache.close(timeout_s=60.0)
+    assert question.ready and not cache.stores_awaited
+
+
+def test_a_cache_with_open_leases_is_not_closed() -> None:
+    cache = build_cache(FULL, CONFIG, tuning=SMALL_PAGES)
+    lease = cache.acquire(cache.lookup(text(1, 17)))
+    with pytest.raises(LeaseError, match=r"1 lease\(s\) are open; release them before the cache is closed"):
+        cache.close()
+    cache.grow(lease, 17)
+    cache.commit(lease, 16)
+    cache.release(lease)
+    assert cache.close(), "the refused call left everything as it was"
+
+
 def test_what_had_not_begun_when_the_time_was_over_is_not_done_later() -> None:
     store = Hanging()
     cache = build_cache(FULL, replace(CONFIG, device_bytes=8192, host_bytes=8192), tuning=SMALL_PAGES)
@@ -407,6 +443,10 @@ def test_every_verb_notices_a_second_thread_and_changes_nothing() -> None:
     for verb in verbs:
         error = from_another_thread(verb)
         assert isinstance(error, WrongThread) and "second" in str(error) and "hand_over" in str(error), verb
+    for verb, name in ((cache.stats, "Cache.stats"), (cache.step, "Cache.step"), (cache.store.detach, "Cache.store.detach")):
+        assert str(from_another_thread(verb)).startswith(f"{name}() was called from thread 'second'")
+    assert str(from_another_thread(lambda: cache.pins.add(text(1, 17)))).startswith("Cache.pins.add()")
+    assert from_another_thread(lambda: cache.counters.snapshot()) is None, "counters may be read from any thread"
     assert lease.state is LeaseState.READY and lease.position == 0
     cache.release(lease)
     cache.close()

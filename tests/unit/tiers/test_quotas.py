@@ -44,7 +44,7 @@ class Shared(Rig):
         return self.cache.lookup(text(name, 4 * pages + 1), namespace=self.space(tenant, salt)).known_tokens // 4
 
     def used_by(self, tenant: str, tier: Tier = Tier.DEVICE) -> int:
-        return self.cache.stats().tenants[tenant][tier].used_bytes // OBJECT_BYTES
+        return self.cache.tenants()[tenant][tier].used_bytes // OBJECT_BYTES
 
     def want(self, pages: int, tenant: str | None = None, tier: Tier = Tier.DEVICE) -> None:
         """Room for so many pages more than are free."""
@@ -157,11 +157,11 @@ def test_shared_windows_and_points_are_counted_once_and_given_back() -> None:
         for name, tenant in enumerate((ALICE, BOB, NOBODY)):
             rig.keep(tenant, 10 * round_ + name, 6)
             rig.keep(tenant, 10 * round_ + name, 7)
-    found = rig.cache.stats().tenants
+    found = rig.cache.tenants()
     assert set(found) == {ALICE, BOB} and all(found[who][tier].used_bytes > 0 for who in found for tier in found[who])
     assert found[ALICE][Tier.HOST].quota_bytes == 96 * OBJECT_BYTES // 4
     rig.cache.flush()
-    assert all(sizes.used_bytes == 0 for tiers in rig.cache.stats().tenants.values() for sizes in tiers.values())
+    assert all(sizes.used_bytes == 0 for tiers in rig.cache.tenants().values() for sizes in tiers.values())
 
 
 @pytest.mark.parametrize("write", list(WritePolicy))

@@ -64,7 +64,7 @@ def config(family: str) -> Any:
     return transformers.DeepseekV3Config(
         **BASE, **latent, q_lora_rank=512, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=512, first_k_dense_replace=1,
-        n_group=1, topk_group=1,
+        n_group=1, topk_group=1, topk_method="noaux_tc",  # transformers writes the bias that vLLM reads with this method alone
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ SUPPORTED := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[
 WORKERS ?= auto
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster clean test check-install lint types floors unit test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-copies bench-store bench-opening bench-engine bench-passes bench-answers bench-guided bench-gpu bench-connectors bench-rows bench-checkpoints bench-sparse sparse-quality bench-ranks bench-cluster bench-serve bench-restart policy-report soak screenshots build-kernels bench-tree-peer
+.PHONY: help demo demo-cluster clean test check-install lint types floors unit test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-copies bench-store bench-opening bench-engine bench-passes bench-answers bench-guided bench-gpu bench-connectors bench-rows bench-checkpoints bench-sparse sparse-quality bench-ranks bench-cluster bench-serve bench-first-requests bench-start bench-restart policy-report soak screenshots build-kernels bench-tree-peer
 
 ##@ Start
 
@@ -179,6 +179,12 @@ bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over, hits behind a
 
 bench-serve: $(STAMP) ## The server under load over HTTP, tiers on and off (ARGS="--quick")
 	@$(BIN)/python benchmarks/bench_serve.py $(ARGS)
+
+bench-first-requests: $(STAMP) ## First tokens after a restart: computed, fetched and as chosen, on disks of three speeds (GPU)
+	@$(BIN)/python benchmarks/bench_first_requests.py $(ARGS)
+
+bench-start: $(STAMP) ## How long the server takes to start, part by part, without compiled kernels and with them (GPU)
+	@$(BIN)/python benchmarks/bench_start.py $(ARGS)
 
 bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake
 	@$(BIN)/python benchmarks/bench_restart.py $(ARGS)

@@ -14,8 +14,8 @@ import torch
 from engine.models import RANDOM
 
 LONGEST = 262_144
-LLAMA, QWEN = "random-llama-1b", "qwen3-8b-shaped"
-DENSE = (LLAMA, QWEN)
+LLAMA, QWEN, SHALLOW = "random-llama-1b", "qwen3-8b-shaped", "12-layers-shaped"
+DENSE = (LLAMA, QWEN, SHALLOW)
 HYBRIDS = ("deepseek-v3.2-shaped", "deepseek-v4-shaped", "qwen3-next-shaped", "kimi-linear-shaped")
 
 Values = dict[str, Any]
@@ -25,12 +25,14 @@ _V4_LAYERS = {
     "num_hidden_layers": len(_V4_KINDS), "layer_types": [f"{kind}_attention" for kind in _V4_KINDS],
     "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * (len(_V4_KINDS) - 2),
 }  # fmt: skip
+_QWEN = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
+}  # fmt: skip
 _FULL: dict[str, tuple[str, Values]] = {
     LLAMA: RANDOM[LLAMA],
-    QWEN: ("Qwen3Config", {
-        "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
-    }),
+    QWEN: ("Qwen3Config", _QWEN),
+    SHALLOW: ("Qwen3Config", _QWEN | {"num_hidden_layers": 12}),  # 49,152 bytes a token: sooner computed than most disks read
     "deepseek-v3.2-shaped": ("DeepseekV32Config", {
         "num_hidden_layers": 6, "first_k_dense_replace": 1, "n_routed_experts": 32,
     }),
@@ -46,6 +48,7 @@ _SMALL_LATENT = {
 _TINY: dict[str, Values] = {
     LLAMA: {**_SMALL, "num_hidden_layers": 2, "head_dim": 16},
     QWEN: {**_SMALL, "num_hidden_layers": 3, "head_dim": 16},
+    SHALLOW: {**_SMALL, "num_hidden_layers": 3, "head_dim": 16},
     "deepseek-v3.2-shaped": {
         **_SMALL, **_SMALL_MOE, **_SMALL_LATENT, "num_hidden_layers": 2, "n_routed_experts": 8, "q_lora_rank": 24, "n_group": 4,
         "topk_group": 2, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 24,

@@ -15,6 +15,7 @@ from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
 from stepwell.engine.building.settings import device_bytes_of, device_of, dtype_of, limits_for
 from stepwell.engine.engine import IDLE_S
 from stepwell.engine.models import registry
+from stepwell.engine.start_pass import measure_speed
 from waiting import run_to_the_end, run_until, settle
 
 pytest.importorskip("transformers")
@@ -172,6 +173,24 @@ def test_warming_up_leaves_nothing_behind() -> None:
     with small() as engine:
         assert engine.warm_up() > 0
         assert engine.num_open == 0 and engine.cache.stats().tier(Tier.DEVICE).used_bytes == 0
+
+
+def test_the_start_measures_how_long_prompts_take_and_leaves_nothing_behind() -> None:
+    with small(store="memory:") as engine:
+        engine.generate([1] * 40, max_tokens=1)
+        measure_speed(engine)
+        compute = engine.cache._store_tier.compute
+        assert engine.num_open == 0 and engine.cache.lookup([13, 7932 % engine.vocab_size, *[1] * 40]).restore_tokens == 0
+        long_s, short_s = compute.seconds(0, 400), compute.seconds(0, 100)
+        assert long_s is not None and short_s is not None and long_s > short_s > 0
+
+
+def test_what_building_kernels_took_is_no_measure_of_computing() -> None:
+    with small(store="memory:") as engine:
+        engine.cache.computed([(0, 64)], 168.0)  # a first pass that waited for a compiler
+        measure_speed(engine)
+        seconds = engine.cache._store_tier.compute.seconds(0, 64)
+        assert seconds is not None and seconds < 16.8
 
 
 @pytest.mark.parametrize("share", ["0%", "100%", "%", "-5%", "half%"])

@@ -13,6 +13,7 @@ came of it is applied in `step` alone. What changes nothing is in `read_only.py`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 
@@ -26,6 +27,7 @@ from stepwell.cache.report import StepReport
 from stepwell.cache.store import StoreControl
 from stepwell.cache.upkeep import Upkeep
 from stepwell.policy.loading import LEAST_CHUNK_TOKENS
+from stepwell.policy.store_use import Speed
 from stepwell.store_tier.hand_out import HandOut, hand_out, is_on_host
 from stepwell.store_tier.ticket import Ticket
 from stepwell.store_tier.tier import StoreTier
@@ -190,11 +192,17 @@ class Cache(ReadOnlyCache):
         return external.commit(self._state, lease, upto, source, checkpoint=wanted)
 
     @one_thread
-    def computed(self, tokens: int, took_s: float) -> None:
-        """Says how long the engine took to compute so many tokens of prompts. Commits tell by themselves, unless they come
-        `ahead` of the computation.
+    def computed(self, spans: Sequence[tuple[int, int]], took_s: float) -> None:
+        """Reports how long the engine took for one pass over tokens `start` .. `end` of prompts. Commits report it themselves,
+        unless they come `ahead` of the computation.
         """
-        self._learn_speed(tokens, took_s)
+        self._learn_speed(spans, took_s)
+
+    @one_thread
+    def forget_speeds(self) -> None:
+        """Drops what was measured of computing so far: passes that also built kernels, say."""
+        self._state.compute_speed = Speed()
+        self._store_tier.forget_compute_time()
 
     @one_thread
     def begins(self, lease: Lease) -> None:
@@ -349,12 +357,13 @@ class Cache(ReadOnlyCache):
         now = self._state.clock.now()
         took_s, lease.computing_since_s = now - lease.computing_since_s, now
         if lease.position < lease.prompt_tokens and took_s >= 0:
-            self._learn_speed(upto - lease.position, took_s)
+            self._learn_speed([(lease.position, upto)], took_s)
 
-    def _learn_speed(self, tokens: int, took_s: float) -> None:
+    def _learn_speed(self, spans: Sequence[tuple[int, int]], took_s: float) -> None:
+        tokens = sum(end - start for start, end in spans)
         if tokens >= LEAST_CHUNK_TOKENS:
-            self._state.compute_speed.measure(tokens, took_s, self._state.clock.now())
-        self._store_tier.computed(tokens, took_s)
+            self._state.compute_speed.measure(tokens, took_s)
+        self._store_tier.computed(spans, took_s)
 
 
 def _request(hints: tuple[int, ...], priority: int, ttl_s: float | None) -> RequestOptions:

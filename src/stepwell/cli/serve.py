@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
+    from stepwell.engine.building.settings import EngineConfig
+    from stepwell.engine.engine import Engine
     from stepwell.server.access.principals import Secrets, Tenant
     from stepwell.server.access.tenants import TenantsFile
 
@@ -119,6 +122,7 @@ def _hang_ups() -> Iterator[Callable[[], bool]]:
 def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     have_few_heaps()
     _allow_open_files()
+    began_s = time.monotonic()
     try:
         from stepwell.engine.building.build import open_and_build
         from stepwell.engine.ops.guarded import by_library
@@ -128,6 +132,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         if (error.name or "stepwell").split(".")[0] == "stepwell":
             raise
         raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
+    log.info("start: importing libraries took %.1f s", time.monotonic() - began_s)
     _check_limits(args)
     offered = answer_options.read(args)
     keys, tenants = _secrets(args, os.environ), _tenants(args)
@@ -174,17 +179,13 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         read_tenants=None if args.tenants is None else lambda: _tenants_again(args),
         hung_up=hung_up,
     )
-    started_s = None
-    if engine.on_cuda:
-        log.info("a first pass: kernels are built")
-        started_s = engine.warm_up()
+    started = _start_pass(engine, config)
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     names = ", ".join(offered.names) or checkpoint.name
     summary = serve_summary.lines(engine, names, config, address_of(taken), keys, tenants, made=made)
     summary.insert(3, ("kernels", kernels := by_library(engine.kernels)))
+    summary[3:3] = started
     summary += _warnings(host, keys, tenants)
-    if started_s is not None:
-        summary.insert(3, ("first pass", f"took {started_s:.1f} s: kernels are built once"))
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
     summary += [] if roles is None else roles.summary()
 
@@ -210,6 +211,24 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _start_pass(engine: Engine, config: EngineConfig) -> list[tuple[str, str]]:
+    """Builds kernels and measures how fast prompts are computed, before the first request; says what came of it."""
+    from stepwell.engine.building.phases import phase
+    from stepwell.engine.start_pass import measure_speed
+
+    said = []
+    if engine.on_cuda:
+        log.info("a first pass: kernels are built")
+        with phase("the first pass"):
+            said.append(("first pass", f"took {engine.warm_up():.1f} s: kernels are built once"))
+    if engine.on_cuda or config.store is not None:
+        with phase("measuring how fast prompts are computed"):
+            measure_speed(engine)
+        if (speed := engine.cache.compute_tokens_per_s) is not None:
+            said.append(("speed", f"prompts are computed at {speed:,.0f} tokens/s"))
+    return said
 
 
 def _collect_often() -> None:

@@ -10,15 +10,22 @@
     pages      |== in memory ==|== in the store ==|  nowhere
     boundary         a             b     c           deepest one with a checkpoint, or that needs none: c
 
-**Patience** sees to it that having a store is never worse than having none. A store is trusted until it is first waited for in
-vain: whoever asks it may wait as long as their limit says, which is no longer than computing would take. That costs one wait at
-most, since those who wait then go on together. From there on waiting is paid from an allowance: a small share of all time spent
-computing, and everything that fetches have saved. So whatever the store does, all waiting in vain adds up to less than
+**How long** a request waits is decided by the seconds that computing and fetching are expected to take (`expected.py`):
+
+    fetch >= compute, or computing not measured yet      not at all
+    fetch <  compute                                     AGAIN times the expected fetch and MARGIN of computing
+    fetching not measured yet                            MARGIN of computing
+
+never longer than computing would take, and in each case also as long as what has arrived so far saves. So a request that waits
+for a store nothing is known of is at most MARGIN slower than without one, whatever the store does.
+
+**Patience** bounds what expectations that are wrong cost. A store is trusted until it is first waited for in vain. From there on
+waiting is paid from an allowance: a small share of all time spent computing, and everything that fetches have saved. All waiting
+in vain adds up to less than
 
     one limit + credit_s + share * (time spent computing) + (time saved by fetches)
 
-and the sum never exceeds the time without a store by more than the first three. A request may wait as long as that is less
-than its grant plus what has arrived for it so far is worth.
+and the sum never exceeds the time without a store by more than the first three.
 
 **Tuning** bounds all this by values that no operator has a reason to change, each with the reason for it. What operators do
 choose is in `base/config.StoreConfig`. Tests make other tunings, to reach in a few pages what takes millions.
@@ -43,7 +50,9 @@ MOST_FALLBACKS = 8  # checkpoints fetched in case the deepest is not reached
 MOST_ALLOWANCE_S = 10.0  # a store that was good for a day may still turn bad
 SHARERS = 8  # a request gets this part of the allowance, so that several at a time can wait
 KEPT_OF_MEAN = 0.8  # how much of a running mean the next measurement leaves
-_ZERO_OR_MORE = ("timeout_base_s", "timeout_per_ki_s", "wait_credit_s", "wait_share", "fallback_share")
+MARGIN = 0.1  # of the time that computing takes: for a store that nothing is known of, and for what delays a fetch
+AGAIN = 1.25  # times as long as expected, a fetch may take
+_ZERO_OR_MORE = ("wait_credit_s", "wait_share", "fallback_share")
 _POSITIVE = ("op_timeout_s", "backup_queue", "backup_age_s", "backup_bytes")
 
 Flags = npt.NDArray[np.bool_]
@@ -53,10 +62,6 @@ Flags = npt.NDArray[np.bool_]
 class StoreTuning:
     """One store's bounds. The defaults are what ships."""
 
-    # How long a request waits before it is known how fast prompts are computed. 2,000 tokens a second is slow for prefill, so
-    # nobody waits much longer than computing takes; two seconds on top let a cold disk or connection answer once.
-    timeout_base_s: float = 2.0
-    timeout_per_ki_s: float = 0.5
     # Waiting in vain, beyond the first time: at most half a second, and 1 % of the time spent computing. Less than anybody can
     # measure on a whole workload, and enough to notice a store that has recovered.
     wait_credit_s: float = 0.5
@@ -112,10 +117,6 @@ class StoreTuning:
         if largest_bytes > self.host_share * host_bytes:
             return (self.host_share_alone * host_bytes - held_bytes) / 2
         return self.host_share * host_bytes - held_bytes
-
-    def wait_s(self, prompt_tokens: int, compute_s: float | None = None) -> float:
-        """How long waiting for a store pays: what computing would take instead, where that is known."""
-        return self.timeout_base_s + self.timeout_per_ki_s * prompt_tokens / 1024 if compute_s is None else compute_s
 
 
 class BreakerState(Enum):
@@ -194,27 +195,29 @@ def is_worth_it(fetch_s: float | None, recompute_s: float | None) -> bool:
     return fetch_s is None or recompute_s is None or fetch_s < recompute_s
 
 
+def patience_s(*, fetch_s: float | None, compute_s: float | None) -> float:
+    """How long a request waits for a fetch before anything of it has arrived; both are what is expected."""
+    if compute_s is None or not is_worth_it(fetch_s, compute_s):
+        return 0.0
+    return min(AGAIN * (fetch_s or 0.0) + MARGIN * compute_s, compute_s)
+
+
 class Speed:
     """A running mean of amounts per second, recent ones counting more; None before the first measurement."""
 
     def __init__(self, known_per_s: float | None = None) -> None:
         self._amount = known_per_s or 0.0
         self._seconds = 1.0 if known_per_s else 0.0
-        self.measured_s = float("-inf")  # when it was measured last
 
     @property
     def per_s(self) -> float | None:
         return self._amount / self._seconds if self._seconds > 0 else None
 
-    def measure(self, amount: float, seconds: float, now: float) -> None:
+    def measure(self, amount: float, seconds: float) -> None:
         if amount <= 0 or seconds <= 0:
             return
-        self.measured_s = now
         self._amount = KEPT_OF_MEAN * self._amount + amount
         self._seconds = KEPT_OF_MEAN * self._seconds + seconds
-
-    def seconds_for(self, amount: float) -> float | None:
-        return amount / self.per_s if self.per_s else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +254,8 @@ class Patience:
     def take_more(self, grant: Grant, expected_s: float) -> Grant:
         """Reserves as much as a fetch is expected to take, for one that computing would not beat; all of it, or nothing more."""
         missing_s = expected_s - grant.seconds
+        if grant.on_trust and self.trusted:
+            return Grant(seconds=max(expected_s, grant.seconds), on_trust=True)
         if grant.on_trust or not 0 < missing_s <= self._allowance_s:
             return grant
         self._allowance_s -= missing_s

@@ -44,6 +44,13 @@ class Space:
         assert len(self.tenant.encode()) <= MAX_TENANT_BYTES, f"{self.tenant!r} is too long for a tenant"
 
 
+class TimedRead(NamedTuple):
+    """How long a store took to read so many bytes when it was opened, with as many threads as such a read would have."""
+
+    size_bytes: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
     """What a store is, said by itself and never probed."""
@@ -61,6 +68,7 @@ class Traits:
     lists_spaces: bool = False  # it can say which spaces take up most: it is a ListingStore
     levels: bool = False  # it forgets the lowest level first, of one level what was used longest ago: it is a LevelledStore
     writable: bool = True  # else nothing is offered to it: others fill it
+    reads: tuple[TimedRead, ...] = ()  # tried at its opening; none where that was not done
     late_write_s: float = 0.0  # after a read that FAILED, had another LENGTH or raised, its buffer may be written for so long
 
     @property

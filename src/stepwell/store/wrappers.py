@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from threading import Lock
 from typing import cast
@@ -21,6 +21,7 @@ from stepwell.store.api import (
     SpaceSize,
     Store,
     StoreSize,
+    TimedRead,
     Traits,
     Write,
     WriteOutcome,
@@ -30,6 +31,8 @@ from stepwell.store.api import (
     relevel,
     unregister,
 )
+
+TRIED_READERS = 4  # that stores try at their opening
 
 
 class Wrapper:
@@ -89,6 +92,15 @@ class Slow(Wrapper):
         self._sleep = sleep
         self._latency_s = latency_s
         self._bytes_per_s = bytes_per_s
+
+    @property
+    def traits(self) -> Traits:
+        traits = super().traits
+        return replace(traits, reads=tuple(map(self._slower, traits.reads)))
+
+    def _slower(self, read: TimedRead) -> TimedRead:
+        threads = min(max(read.size_bytes // self._store.traits.turn_bytes, 1), TRIED_READERS)
+        return TimedRead(read.size_bytes, read.seconds + self._latency_s + read.size_bytes / threads / self._bytes_per_s)
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
         self._sleep(self._latency_s)

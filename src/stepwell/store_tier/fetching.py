@@ -110,7 +110,7 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
         return None
     link.fetching.asked(state.clock.now())
     fetch = Fetch(ticket.namespace, plan.known, ticket.keys[plan.known : plan.upto], pages.get(Kind.PREFIX, NO_PAGES))
-    fetch.size_bytes = size
+    fetch.size_bytes, fetch.sent_s = size, state.clock.now()
     link.fetches[fetch] = None
     nodes = _enter(state, link, ticket, plan, fetch)
     done = plan.known
@@ -195,7 +195,7 @@ def _send_for_pages(state: CacheState, link: StoreLink, ticket: Ticket, fetch: F
         link.fetch_of.update(dict.fromkeys(ids.tolist(), fetch))
         task = FetchPages(keys=ticket.keys[start:end], ids=ids)
         came = partial(_pages_came, state, link, fetch, start, task)
-        _send(link, ticket, fetch, start, task, came, ((Kind.PREFIX, ids),))
+        _send(state, link, ticket, fetch, start, task, came, ((Kind.PREFIX, ids),))
 
 
 def _send_for_checkpoint(
@@ -215,13 +215,13 @@ def _send_for_checkpoint(
     fetch.residencies.append(residency)
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
     came = partial(_checkpoint_came, state, link, fetch, residency, task)
-    _send(link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
+    _send(state, link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
     state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
 
 
 def _send(
-    link: StoreLink, ticket: Ticket, fetch: Fetch, at: int, task: FetchPages | FetchCheckpoint,
-    on_outcome: Callable[[Outcome, float], None], pages: tuple[tuple[Kind, PageIds], ...],
+    state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, at: int, task: FetchPages | FetchCheckpoint,
+    on_outcome: Callable[[Outcome], None], pages: tuple[tuple[Kind, PageIds], ...],
 ) -> None:  # fmt: skip
     """Starts one operation of a fetch; `at` is the page it is about, or the boundary."""
     numbers: list[JobId] = []
@@ -229,8 +229,11 @@ def _send(
     def came(outcome: Outcome, took_s: float) -> None:
         fetch.jobs.discard(numbers[0])
         del fetch.calls[numbers[0]]
-        on_outcome(outcome, took_s)
+        on_outcome(outcome)
+        fetch.took_s.append(took_s)
         if not fetch.jobs:
+            if fetch in link.fetches:
+                _measure(state, link, fetch)
             link.to_plan.update(dict.fromkeys(fetch.watchers))  # they are done, or plan again without what failed
 
     call = Call(at)
@@ -239,9 +242,7 @@ def _send(
     fetch.calls[numbers[0]] = call
 
 
-def _pages_came(
-    state: CacheState, link: StoreLink, fetch: Fetch, start: int, task: FetchPages, outcome: Outcome, took_s: float
-) -> None:
+def _pages_came(state: CacheState, link: StoreLink, fetch: Fetch, start: int, task: FetchPages, outcome: Outcome) -> None:
     ids = task.ids
     good = np.fromiter((status is ItemStatus.OK for status in outcome.statuses), np.bool_, len(ids))
     known_bad = np.fromiter(
@@ -252,7 +253,7 @@ def _pages_came(
     arena = state.arena(Tier.HOST)
     state.tree.refresh(Tier.HOST, arena.mark_ready(Kind.PREFIX, ids[good]))
     fetch.arrived[start - fetch.start : start - fetch.start + len(ids)] = good
-    _learn(state, link, outcome, took_s)
+    _learn(state, link, fetch, outcome)
     state.counters.add("fetched_pages", int(np.count_nonzero(good)))
     state.counters.add("fetched_bytes", outcome.moved_bytes)
     if link.is_late:
@@ -280,12 +281,12 @@ def _give_up(state: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: P
 
 
 def _checkpoint_came(
-    state: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, task: FetchCheckpoint, outcome: Outcome, took_s: float
+    state: CacheState, link: StoreLink, fetch: Fetch, residency: Residency, task: FetchCheckpoint, outcome: Outcome
 ) -> None:
     arena, (status,), page = state.arena(Tier.HOST), outcome.statuses, residency.checkpoint.page
     for kind, ids in residency.spans():
         arena.mark_ready(kind, ids) if status is ItemStatus.OK else arena.mark_dead(kind, ids)
-    _learn(state, link, outcome, took_s)
+    _learn(state, link, fetch, outcome)
     if status is ItemStatus.OK:
         state.counters.add("fetched_checkpoints")
         state.counters.add("fetched_bytes", outcome.moved_bytes)
@@ -309,17 +310,32 @@ def _tell_gone(state: CacheState, kind: EventKind, keys: Iterable[PageKey], outc
         )
 
 
-def _learn(state: CacheState, link: StoreLink, outcome: Outcome, took_s: float) -> None:
-    """How fast the store is, and whether what it says it has is any good."""
+def _measure(state: CacheState, link: StoreLink, fetch: Fetch) -> None:
+    """How long a fetch took whose operations were all answered, waiting in line behind others left out."""
+    seconds = max(max(fetch.took_s), sum(fetch.took_s) / link.config.readers)
+    if fetch.moved_bytes or link.fetch_time.is_known:  # one value that is bad does not say that all are slow
+        link.fetch_time.measure(fetch.moved_bytes or fetch.size_bytes, seconds, state.clock.now())
+
+
+def note_late(state: CacheState, link: StoreLink, fetch: Fetch) -> None:
+    """A fetch is given up that would have taken longer than expected: at least as long as it seems by what has arrived."""
+    if next(iter(link.fetches), None) is not fetch or not fetch.jobs:
+        return  # it waited in line behind others
+    now = state.clock.now()
+    seconds = (now - fetch.sent_s) * fetch.size_bytes / (fetch.moved_bytes or fetch.size_bytes)
+    if seconds > (link.fetch_time.seconds(fetch.size_bytes) or 0.0):
+        link.fetch_time.measure(fetch.size_bytes, seconds, now)
+
+
+def _learn(state: CacheState, link: StoreLink, fetch: Fetch, outcome: Outcome) -> None:
+    """Whether what the store says it has is any good."""
     now = state.clock.now()
     if ItemStatus.OK in outcome.statuses:
-        link.fetch_bytes.measure(outcome.moved_bytes, took_s, now)
+        fetch.moved_bytes += outcome.moved_bytes
         link.fetching.succeeded()
     elif ItemStatus.CANCELLED in outcome.statuses:
         link.fetching.undecided()
     else:
-        if link.fetch_bytes.per_s is not None:  # one value that is bad does not say that all are slow
-            link.fetch_bytes.measure(1, took_s, now)
         if link.fetching.failed(now):
             state.counters.add("store_fetching_stopped")
 

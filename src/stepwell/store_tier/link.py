@@ -22,7 +22,8 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.policy.displaced import Displaced
-from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
+from stepwell.policy.expected import ComputeTime, FetchTime
+from stepwell.policy.store_use import KEPT_OF_MEAN, Breaker, BreakerState, Patience, StoreTuning
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps
@@ -174,13 +175,15 @@ class StoreLink:
     config: StoreConfig
     tuning: StoreTuning
     ops: StoreOps
-    compute: Speed  # tokens a second that requests compute: what waiting for the store is held against
+    compute: ComputeTime  # what waiting for the store is held against
     barred: set[bytes]  # namespaces that were cleared: what any store has of them is not to be used
     beliefs: Beliefs
     breaker: Breaker  # opens when the store fails
     fetching: Breaker = field(default_factory=Breaker)  # opens when what it says it has turns out to be of no use
     patience: Patience
-    fetch_bytes: Speed = field(default_factory=Speed)  # per reader
+    fetch_time: FetchTime = field(default_factory=FetchTime)
+    asking_s: float | None = None  # that the store takes to say what it has
+    trials: list[Ticket] = field(default_factory=list)  # opened to measure the store, for no request
     tickets: dict[Ticket, None] = field(default_factory=dict)  # open ones, oldest first
     fetches: dict[Fetch, None] = field(default_factory=dict)  # whose pages are still held for somebody
     fetch_of: dict[int, Fetch] = field(default_factory=dict)  # by host page on its way
@@ -292,6 +295,16 @@ class StoreLink:
     def may_fetch(self, now: float) -> bool:
         """Whether both the store and what comes from it are well enough to ask."""
         return self.breaker.allows(now) and self.fetching.allows(now)
+
+    def learn_reads(self, now: float) -> None:
+        """What the store tried at its opening is believed until something was fetched."""
+        if not self.fetch_time.is_known:
+            for read in self.store.traits.reads:
+                self.fetch_time.measure(read.size_bytes, read.seconds, now)
+
+    def note_asked(self, took_s: float) -> None:
+        """The store took so long to say what it has."""
+        self.asking_s = took_s if self.asking_s is None else KEPT_OF_MEAN * self.asking_s + (1 - KEPT_OF_MEAN) * took_s
 
     def came_by(self, now: float) -> None:
         """Somebody looks whether anything can be sent down. After a long pass or an idle hour what waits has had no chance,

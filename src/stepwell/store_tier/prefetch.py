@@ -19,8 +19,19 @@ import numpy as np
 from stepwell.base.config import PrefetchPolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import FindItems, ItemStatus, Outcome
-from stepwell.policy.store_use import BreakerState, Flags, fallbacks, is_worth_it, reachable, restore_points
-from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, on_their_way, send_for, watch
+from stepwell.policy.store_use import (
+    AGAIN,
+    MARGIN,
+    BreakerState,
+    Flags,
+    Grant,
+    fallbacks,
+    is_worth_it,
+    patience_s,
+    reachable,
+    restore_points,
+)
+from stepwell.store_tier.fetching import FetchPlan, bytes_of, let_go, note_late, on_their_way, send_for, watch
 from stepwell.store_tier.link import StoreLink
 from stepwell.store_tier.ticket import Ticket, TicketState
 from stepwell.tiers.lease import RequestOptions
@@ -31,11 +42,10 @@ from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import Loss, LossReason
 
-ASSUMED_TOKENS_PER_S = 20_000.0  # what computing is taken to do before it was measured
-EXPECTED_MARGIN = 2.0  # a fetch may take so many times as long as the store's speed so far says
 TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
 MOST_TRIES = 6  # at finding a depth that fits into the host tier
 REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
+TRIAL_BYTES = 64 * 2**20  # fetched to measure it, for no request
 
 
 def prefetch(
@@ -54,9 +64,11 @@ def prefetch(
     ticket = Ticket(
         match=match, request=request, clock=state.clock, keys=keys, on_exit=partial(close, state, link), awaited=awaited
     )  # fmt: skip
+    link.tickets[ticket] = None
     if awaited:
         _set_patience(state, link, ticket, match)
-    link.tickets[ticket] = None
+        if ticket.ready and link.config.prefetch is PrefetchPolicy.TIMEOUT:
+            _try_again(state, link, match)
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
     ticket.first_asked = known
@@ -84,7 +96,10 @@ def settle(state: CacheState, link: StoreLink) -> None:
             _plan(state, link, ticket)
     now = state.clock.now()
     for ticket in link.tickets:
-        ticket.earned_s = int(ticket.from_store.sum()) * state.spec.page_tokens / (link.compute.per_s or ASSUMED_TOKENS_PER_S)
+        ticket.earned_s = _saved_s(state, link, ticket, int(ticket.from_store.sum()) * state.spec.page_tokens) or 0.0
+    for trial in [each for each in link.trials if each.complete]:
+        link.trials.remove(trial)
+        trial.close()
     for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
         state.counters.add("tickets_forgotten")
         ticket.close()
@@ -95,7 +110,7 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
     state.owner.check("Ticket.close")
     now = state.clock.now()
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
-    given_up, finished = ticket.given_up, ticket.complete
+    given_up, finished, asking = ticket.given_up, ticket.complete, ticket.state is TicketState.ASKING
     ticket.state = TicketState.CLOSED
     ticket.call.cancel()
     if link is None or ticket not in link.tickets:
@@ -108,6 +123,10 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         why = f"given up after {waited_s:.2f} s: {_why_given_up(link, ticket)}"
         state.counters.add("prefetch_given_up")
         link.note_given_up(ticket, Loss(at_s=now, reason=LossReason.LATE, tier=Tier.STORE, detail=why))
+        for fetch in ticket.fetches:
+            note_late(state, link, fetch)
+        if asking and waited_s > (link.asking_s or 0.0):
+            link.note_asked(waited_s)
     else:
         why = "the request that waited for it has ended"
         if finished:
@@ -164,6 +183,7 @@ def _asked(state: CacheState, link: StoreLink, ticket: Ticket, boundaries: list[
     ticket.has_page[ticket.first_asked :] = found[:pages]
     ticket.has_checkpoint[boundaries] = found[pages:]
     ticket.asking_s = took_s
+    link.note_asked(took_s)
     if state.tree.feeds:
         lacks = [status is ItemStatus.MISSING for status in outcome.statuses]
         state.tree.feeds.store_lacks(EventKind.PAGES_EVICTED, compress(ticket.keys[ticket.first_asked :], lacks))
@@ -187,7 +207,7 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
             started = send_for(state, link, ticket, match, plan)
             if started is not None:
                 watch(started, ticket)
-                _expect(state, link, ticket, plan)
+                _expect(state, link, ticket, match, plan)
                 break
             if ticket in link.to_plan_later:
                 ticket.plans_left += 1
@@ -221,8 +241,7 @@ def _finish(state: CacheState, ticket: Ticket) -> None:
 
 def _fetch_plans(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> list[FetchPlan]:
     """What could be fetched, best first: the deepest restore point that is worth it, then shallower ones."""
-    spec, now = state.spec, state.clock.now()
-    known, restore = match.known_tokens // spec.page_tokens, match.restore_tokens // spec.page_tokens
+    spec, known = state.spec, match.known_tokens // state.spec.page_tokens
     here = _checkpoints_here(state, match)
     points = points_with_store(state, match, ticket.has_page, ticket.has_checkpoint)
     if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
@@ -230,13 +249,14 @@ def _fetch_plans(state: CacheState, link: StoreLink, ticket: Ticket, match: Matc
     found = []
     for at, point in _spread(points):
         plan = _plan_to(state, link, known, point, points[at + 1 :], here)
-        if is_worth_it(_fetch_seconds(state, link, plan), link.compute.seconds_for((point - restore) * spec.page_tokens)):
+        if ticket in link.trials:
+            if bytes_of(state, plan) <= TRIAL_BYTES or point == points[-1]:
+                return [plan]
+        elif is_worth_it(_fetch_seconds(link, bytes_of(state, plan)), _compute_seconds(state, link, match, point)):
             found.append(plan)
     if not found:
         state.counters.add("prefetch_not_worth_it")
-        if now > link.fetch_bytes.measured_s + REMEASURE_AFTER_S:
-            ticket.deadline_s = min(ticket.deadline_s, now)  # to measure it again; nobody waits for that
-            return [_plan_to(state, link, known, points[-1], [], here)]
+        _try_again(state, link, match)
     if link.fetching.state is not BreakerState.CLOSED:
         return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
     return found
@@ -255,9 +275,9 @@ def points_with_store(state: CacheState, match: Match, has_page: Flags, has_chec
 
 def is_expected_to_pay(state: CacheState, link: StoreLink, match: Match, point: int) -> bool:
     """Whether a fetch up to a boundary would be sent for, by how fast the store and computing were so far."""
-    known, restore = match.known_tokens // state.spec.page_tokens, match.restore_tokens // state.spec.page_tokens
+    known = match.known_tokens // state.spec.page_tokens
     plan = _plan_to(state, link, known, point, [], _checkpoints_here(state, match))
-    return is_worth_it(_fetch_seconds(state, link, plan), link.compute.seconds_for((point - restore) * state.spec.page_tokens))
+    return is_worth_it(_fetch_seconds(link, bytes_of(state, plan)), _compute_seconds(state, link, match, point))
 
 
 def _checkpoints_here(state: CacheState, match: Match) -> set[int]:
@@ -286,33 +306,48 @@ def _plan_to(state: CacheState, link: StoreLink, known: int, point: int, shallow
     return FetchPlan(known=known, upto=max(point, known), boundaries=(*before, *last))
 
 
-def _fetch_seconds(state: CacheState, link: StoreLink, plan: FetchPlan) -> float | None:
-    """How long fetching it takes at the speed seen so far; None where none was."""
-    size = bytes_of(state, plan)
-    alone = link.fetch_bytes.seconds_for(size)
-    ops = -(-size // link.turn_bytes) + len(plan.boundaries)
-    return alone / max(min(link.config.readers, ops), 1) if alone is not None else None
+def _fetch_seconds(link: StoreLink, size_bytes: int) -> float | None:
+    """How long fetching so much is expected to take, behind what is on its way; None before the store was measured."""
+    return link.fetch_time.seconds(size_bytes + sum(fetch.coming_bytes for fetch in link.fetches))
+
+
+def _compute_seconds(state: CacheState, link: StoreLink, match: Match, point: int) -> float | None:
+    """How much sooner a prompt is expected to be computed from a boundary on than from where it resumes now."""
+    whole_s = link.compute.seconds(match.restore_tokens, match.prompt_tokens)
+    rest_s = link.compute.seconds(point * state.spec.page_tokens, match.prompt_tokens)
+    return None if whole_s is None or rest_s is None else whole_s - rest_s
+
+
+def _try_again(state: CacheState, link: StoreLink, match: Match) -> None:
+    """Fetches a little for no request, where the store's speed is not known or was measured long ago."""
+    if not link.trials and state.clock.now() > link.fetch_time.measured_s + REMEASURE_AFTER_S:
+        trial = prefetch(state, link, match, RequestOptions(), awaited=False)
+        if not trial.complete:
+            link.trials.append(trial)
 
 
 # ---- how long to wait ---------------------------------------------------------------------------
 
 
 def _set_patience(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
-    """How long the request may wait: for ever, not at all, or up to a limit and as long as there is allowance for it."""
+    """How long the request may wait: for ever, not at all, or while fetching is expected to be sooner than computing."""
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
-        compute_s = link.compute.seconds_for(match.limit_tokens - match.restore_tokens)
-        limit_s = min(link.tuning.wait_s(ticket.prompt_tokens, compute_s), link.config.prefetch_timeout_s)
-        ticket.deadline_s = ticket.started_s + limit_s
-        ticket.grant = link.patience.take(limit_s)
+        link.learn_reads(state.clock.now())
+        known, upto = match.known_tokens // state.spec.page_tokens, len(ticket.keys)
+        compute_s = _compute_seconds(state, link, match, upto)
+        fetch_s = _fetch_seconds(link, bytes_of(state, FetchPlan(known=known, upto=upto, boundaries=())))
+        wait_s = patience_s(fetch_s=None if fetch_s is None else fetch_s + (link.asking_s or 0.0), compute_s=compute_s)
+        ticket.deadline_s = ticket.started_s + (min(compute_s, link.config.prefetch_timeout_s) if wait_s and compute_s else 0.0)
+        ticket.grant = link.patience.take(wait_s) if wait_s else Grant(seconds=0.0)
 
 
 def _settle_patience(
     state: CacheState, link: StoreLink, ticket: Ticket, *, waited_s: float, used_tokens: int, given_up: bool
 ) -> None:  # fmt: skip
     """Pays for a wait. When the store is trusted no more, those who still wait for it on trust go on, with what they have."""
-    saved_s = link.compute.seconds_for(used_tokens)
+    saved_s = _saved_s(state, link, ticket, used_tokens)
     if saved_s is None:
         saved_s = waited_s if used_tokens else 0.0  # nothing was computed yet: it may well have paid
     trusted = link.patience.trusted
@@ -322,20 +357,34 @@ def _settle_patience(
             other.grant = replace(other.grant, seconds=min(other.grant.seconds, state.clock.now() - other.started_s))
 
 
-def _expect(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan) -> None:
+def _saved_s(state: CacheState, link: StoreLink, ticket: Ticket, tokens: int) -> float | None:
+    """What computing so many tokens, the first of those that were not in memory, would have taken."""
+    start = ticket.first_asked * state.spec.page_tokens
+    whole_s = link.compute.seconds(start, ticket.prompt_tokens)
+    rest_s = link.compute.seconds(start + tokens, ticket.prompt_tokens)
+    return None if whole_s is None or rest_s is None else whole_s - rest_s
+
+
+def _expect(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> None:
     """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
-    fetch_s = _fetch_seconds(state, link, plan)
-    pays = ticket.awaited and link.config.prefetch is PrefetchPolicy.TIMEOUT
-    if pays and fetch_s is not None and link.compute.per_s is not None:
-        waited_s = state.clock.now() - ticket.started_s
-        limit_s = ticket.deadline_s - ticket.started_s
-        ticket.grant = link.patience.take_more(ticket.grant, min(waited_s + EXPECTED_MARGIN * fetch_s, limit_s))
+    if not ticket.awaited or link.config.prefetch is not PrefetchPolicy.TIMEOUT:
+        return
+    point = plan.boundaries[-1] if plan.boundaries else plan.upto
+    fetch_s, compute_s = _fetch_seconds(link, 0), _compute_seconds(state, link, match, point)  # it is on its way by now
+    if fetch_s is not None and compute_s is not None:
+        now = state.clock.now()
+        wait_s = now - ticket.started_s + AGAIN * fetch_s + MARGIN * compute_s
+        ticket.grant = link.patience.take_more(ticket.grant, min(wait_s, ticket.deadline_s - ticket.started_s))
 
 
 def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
         return "the prefetch policy is best_effort, which never waits"
+    if link.compute.seconds(0, ticket.prompt_tokens) is None:
+        return "how fast prompts are computed is not known yet"
     limit_s = ticket.deadline_s - ticket.started_s
     if ticket.ended_s >= ticket.deadline_s:
         return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
+    if ticket.grant.on_trust:
+        return f"a fetch is expected to take no longer; it had {ticket.grant.seconds:.2f} of {limit_s:.2f} s of computing"
     return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"

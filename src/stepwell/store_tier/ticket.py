@@ -48,10 +48,18 @@ class Fetch:
         self.calls: dict[JobId, Call] = {}  # of operations that are out
         self.watchers: dict[Ticket, int] = {}  # and up to which page each of them shares its path
         self.size_bytes = 0
+        self.sent_s = 0.0
+        self.moved_bytes = 0  # that have arrived
+        self.took_s: list[float] = []  # of each operation that was answered
 
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
+
+    @property
+    def coming_bytes(self) -> int:
+        """What is still to arrive."""
+        return max(self.size_bytes - self.moved_bytes, 0) if self.jobs else 0
 
     def shared_with(self, ticket: Ticket) -> int:
         """Up to which page a ticket's path is this one."""

@@ -20,8 +20,9 @@ from stepwell.base.ids import Tier
 from stepwell.base.meters import Durations
 from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.displaced import Displaced
+from stepwell.policy.expected import ComputeTime
 from stepwell.policy.placement import milestone_step
-from stepwell.policy.store_use import Breaker, BreakerState, Patience, Speed, StoreTuning
+from stepwell.policy.store_use import Breaker, BreakerState, Patience, StoreTuning
 from stepwell.store.api import Store, register, size_of
 from stepwell.store_tier.backup import (
     can_be_stored,
@@ -62,7 +63,7 @@ class StoreTier:
         self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
         self.link: StoreLink | None = None  # the one that is attached
         self.links: list[StoreLink] = []
-        self.compute = Speed()  # tokens a second that requests compute
+        self.compute = ComputeTime()  # that prompts take
         self.times = {operation: Durations() for operation in OPERATIONS}  # that stores took, all that were attached
         self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
 
@@ -116,7 +117,7 @@ class StoreTier:
             old.unplaced.clear()
             old.deferred.clear()
         if config.recompute_tokens_per_s is not None:
-            self.compute = Speed(config.recompute_tokens_per_s)
+            self.compute = ComputeTime(config.recompute_tokens_per_s)
         self.link = self._make_link(store, config, tuning, executor)
         if not self.links:
             self._listen()
@@ -206,12 +207,17 @@ class StoreTier:
             return leave_for_good(self._state, self.link, victim)
         return put_before_leaving(self._state, self.link, victim)
 
-    def computed(self, tokens: int, took_s: float) -> None:
-        """Learns how fast prompts are computed, for whoever must choose between that and fetching."""
-        if self.link is None or self.link.config.recompute_tokens_per_s is None:
-            self.compute.measure(tokens, took_s, self._state.clock.now())
+    def computed(self, spans: Sequence[tuple[int, int]], took_s: float) -> None:
+        """Learns how long a pass over such parts of prompts takes, to choose between computing and fetching."""
+        self.compute.measure(spans, took_s)
         if self.link is not None:
             self.link.patience.computed(took_s)
+
+    def forget_compute_time(self) -> None:
+        """Drops what was measured of computing; a speed that was given stays."""
+        self.compute = ComputeTime(None if self.link is None else self.link.config.recompute_tokens_per_s)
+        for link in self.links:
+            link.compute = self.compute
 
     def bar(self, namespace: bytes) -> None:
         """What any store has of a namespace, now or later, is not to be used, nor anything of it to be stored."""

@@ -1,14 +1,19 @@
 """The bytes of one tier as a torch tensor: on a device, or on the host and then pinned where there is CUDA.
 
-Pinned memory is mapped once, in huge pages where the system has them, touched, and registered with CUDA. What cannot be had is
-a ConfigError. Imports torch, so it is imported when it is used. Copies nothing and knows nothing of which pages are in use.
+Pinned memory is mapped once, in huge pages where the system has them, touched by several threads, and registered with CUDA.
+`PinnedAhead` does so while something else goes on. What cannot be had is a ConfigError. Imports torch, so it is imported when
+it is used. Copies nothing and knows nothing of which pages are in use.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from threading import Thread
 from weakref import finalize
 
 import numpy as np
@@ -22,19 +27,25 @@ from stepwell.transfer.copy_engine import refusal
 
 log = logging.getLogger(__name__)
 
+TOUCHED_AT_ONCE = 256 << 20  # bytes that one thread touches before it takes the next
+TOUCHING_THREADS = 16  # more wait for each other in the system
+
 
 class TorchMemory:
     """A block of bytes on a torch device, cut as its arena's layout says."""
 
     def __init__(
-        self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu", given: memoryview | None = None, *, pin: bool = True
-    ) -> None:
+        self, spec: ModelSpec, layout: ArenaLayout, device: str = "cpu", given: memoryview | None = None, *, pin: bool = True,
+        ahead: PinnedAhead | None = None,
+    ) -> None:  # fmt: skip
         """`given` is host memory to use, which others may have mapped too. Where there is CUDA it is pinned, unless no GPU is to
-        reach it: that takes memory of the GPU too.
+        reach it: that takes memory of the GPU too. `ahead` is pinned memory that is being taken already, no less than is needed.
         """
         pinned = pin and device == "cpu" and torch.cuda.is_available()
         try:
-            if given is not None:
+            if ahead is not None:
+                self._block = block = ahead.take()[: layout.size_bytes]
+            elif given is not None:
                 self._block = block = _given_bytes(given[: layout.size_bytes], pinned=pinned)
             else:
                 self._block = block = pinned_bytes(layout.size_bytes) if pinned else _zeros(layout.size_bytes, device)
@@ -74,6 +85,32 @@ def pinned_bytes(size_bytes: int) -> torch.Tensor:
         return _zeros(size_bytes, "cpu", pinned=True)
 
 
+class PinnedAhead:
+    """Pinned host memory that is taken on a thread of its own: for the time in which weights are loaded."""
+
+    def __init__(self, size_bytes: int, *, pinned: Callable[[int], torch.Tensor] = pinned_bytes) -> None:
+        self._taken: Future[torch.Tensor] = Future()
+        Thread(target=self._take, args=(size_bytes, pinned), name="stepwell-host-memory", daemon=True).start()
+
+    def take(self) -> torch.Tensor:
+        """Waits until it is there. Raises what torch raises."""
+        return self._taken.result()
+
+    def _take(self, size_bytes: int, pinned: Callable[[int], torch.Tensor]) -> None:
+        try:
+            self._taken.set_result(pinned(size_bytes))
+        except BaseException as error:  # the worker boundary: `take` raises it
+            self._taken.set_exception(error)
+
+
+def touch(flat: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    """Has the system give every page of new memory now, not under a request. Writes zeros, by several threads."""
+    threads = max(min(os.cpu_count() or 1, TOUCHING_THREADS), 1)
+    with ThreadPoolExecutor(threads) as pool:
+        parts = range(0, len(flat), TOUCHED_AT_ONCE)
+        list(pool.map(lambda at: flat[at : at + TOUCHED_AT_ONCE : mmap.PAGESIZE].fill(0), parts))  # without Python's lock
+
+
 def _given_bytes(given: memoryview, *, pinned: bool) -> torch.Tensor:
     flat = np.frombuffer(given, np.uint8)
     if pinned:
@@ -87,7 +124,7 @@ def _registered(size_bytes: int) -> torch.Tensor:
     with suppress(AttributeError, OSError):  # not every system has huge pages, nor do all allow them
         block.madvise(mmap.MADV_HUGEPAGE)
     flat = np.frombuffer(block, np.uint8)
-    flat[:: mmap.PAGESIZE] = 0  # touch every page of the machine now, not under a request
+    touch(flat)
     _register(flat)
     return torch.from_numpy(flat)
 

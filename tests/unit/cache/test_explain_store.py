@@ -138,7 +138,7 @@ def test_a_checkpoint_that_only_the_store_has_is_named() -> None:
 
 def test_a_fetch_that_takes_longer_than_computing_is_called_that() -> None:
     after = rig(FULL, filled(FULL), store_config=StoreConfig(recompute_tokens_per_s=1e6))
-    after.cache._store_tier.link.fetch_bytes.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
+    after.cache._store_tier.link.fetch_time.measure(1, 1.0, 0.0)  # type: ignore[union-attr]
     why = after.cache.explain(PROMPT)
     assert why.cause is Cause.IN_STORE and "longer than computing" in str(why)
 

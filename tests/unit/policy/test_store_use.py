@@ -141,15 +141,15 @@ def test_a_fetch_expected_to_be_quick_may_take_more_of_the_allowance_but_not_mor
 
 def test_a_speed_follows_what_is_measured() -> None:
     speed = Speed()
-    assert speed.per_s is None and speed.seconds_for(10) is None
+    assert speed.per_s is None
     for _ in range(50):
-        speed.measure(100, 1.0, now=1.0)
+        speed.measure(100, 1.0)
     assert speed.per_s == pytest.approx(100)
     for _ in range(50):
-        speed.measure(10, 1.0, now=2.0)
-    assert speed.per_s == pytest.approx(10, rel=0.01) and speed.measured_s == 2.0
-    speed.measure(0, 1.0, now=3.0)
-    assert speed.measured_s == 2.0, "nothing moved in some time says nothing"
+        speed.measure(10, 1.0)
+    assert speed.per_s == pytest.approx(10, rel=0.01)
+    speed.measure(0, 1.0)
+    assert speed.per_s == pytest.approx(10, rel=0.01), "nothing moved in some time says nothing"
 
 
 def test_the_joint_rule() -> None:

@@ -1,4 +1,4 @@
-"""How long requests wait for a store: for a healthy one until it delivers, for one that hangs once; and what is said of it."""
+"""How long requests wait for a store that nothing is known of: a tenth of computing, and while what arrives saves as much."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from stepwell import Cause, Lease, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.meters import ManualClock
-from stepwell.policy.store_use import StoreTuning
+from stepwell.policy.store_use import MARGIN, StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
@@ -22,11 +22,12 @@ from toys import FULL, HYBRID, PAGE, Rig, text
 TOKENS_PER_S = 40.0
 PROMPT = text(1, 300 * PAGE + 1)  # 30 s of computing
 COMPUTE_S = len(PROMPT) / TOKENS_PER_S
+COMPUTED = StoreConfig(recompute_tokens_per_s=TOKENS_PER_S)
 Make = Callable[[Store, Callable[[float], None]], Store]
 
 
 class Process:
-    """A cache that has just begun, over a store that another one left; waiting and computing take virtual time."""
+    """A cache that knows how fast it computes, over a store that another one left; waiting and computing take virtual time."""
 
     def __init__(
         self, make: Make, store: MemoryStore, config: StoreConfig | None = None, tuning: StoreTuning | None = None
@@ -36,7 +37,7 @@ class Process:
         self.rig = Rig(FULL, device_pages=1024, host_pages=2048, clock=self.clock)
         slow = make(store, self.store_executor.sleep)
         self.store_executor.serve([StoreWorker(slow, self.rig.memories[0][Tier.HOST])])
-        self.rig.cache.store.attach(slow, config or StoreConfig(), executor=self.store_executor, tuning=tuning)
+        self.rig.cache.store.attach(slow, config or COMPUTED, executor=self.store_executor, tuning=tuning)
 
     def wait(self, *tickets: Ticket) -> float:
         """Steps until every ticket is ready; says how long that took."""
@@ -109,20 +110,22 @@ def test_several_first_requests_all_wait_for_a_healthy_store(filled: MemoryStore
     assert not here.rig.state.counters["prefetch_given_up"]
 
 
-def test_a_fetch_that_is_quicker_than_computing_is_waited_for_beyond_the_usual_limit(filled: MemoryStore) -> None:
-    config, tuning = StoreConfig(recompute_tokens_per_s=TOKENS_PER_S), StoreTuning(timeout_base_s=0.5, timeout_per_ki_s=0.0)
-    waited_s, came = Process(taking(4.0), filled, config, tuning).serve(PROMPT)
-    assert came == 300 * PAGE and waited_s == pytest.approx(4.0, abs=0.1)
+def test_a_prompt_is_computed_while_it_is_not_known_how_fast_that_is(filled: MemoryStore) -> None:
+    here = Process(taking(2.0), filled, StoreConfig())
+    waited_s, came = here.serve(PROMPT)
+    assert (waited_s, came) == (pytest.approx(0.0, abs=0.01), 0)
+    waited_s, came = here.serve(text(2, 300 * PAGE + 1))
+    assert came == 300 * PAGE and waited_s == pytest.approx(2.0, abs=0.1), "both were measured by then"
 
 
-def test_nobody_waits_longer_than_computing_would_take(filled: MemoryStore) -> None:
+def test_nobody_waits_longer_than_a_tenth_of_computing_for_what_does_not_come(filled: MemoryStore) -> None:
     waited_s, came = Process(hanging, filled, StoreConfig(recompute_tokens_per_s=12_000.0)).serve(PROMPT)
-    assert came == 0 and waited_s == pytest.approx(0.1, abs=0.01)
+    assert came == 0 and waited_s == pytest.approx(0.01, abs=0.001)
 
 
 def test_a_store_that_hangs_is_waited_for_once(filled: MemoryStore) -> None:
     here = Process(hanging, filled, tuning=StoreTuning(op_timeout_s=1e6))  # the breaker is not to help
-    limit_s = StoreTuning().wait_s(len(PROMPT))
+    limit_s = MARGIN * COMPUTE_S
     waited_s = [here.serve(text(name, 300 * PAGE + 1))[0] for name in range(1, 10)]
     assert waited_s[0] == pytest.approx(limit_s, abs=0.01)
     assert sum(waited_s[1:]) <= 0.01 * 9 * COMPUTE_S, waited_s
@@ -150,7 +153,7 @@ def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore)
     ticket.close()
     why = here.rig.cache.explain(PROMPT)
     assert why.cause is Cause.LATE and why.tier is Tier.STORE
-    assert f"{waited_s:.2f} s" in why.detail and "limit" in why.detail
+    assert f"given up after {waited_s:.2f} s: a fetch is expected to take no longer" in why.detail
     assert here.rig.state.counters["prefetch_given_up"] == 1
     here.serve(PROMPT)
     why = here.rig.cache.explain(PROMPT)
@@ -162,7 +165,7 @@ def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore)
 
 
 def test_pages_that_were_on_their_way_are_explained_too(filled: MemoryStore) -> None:
-    here = Rig(FULL, device_pages=1024, host_pages=1024, store=filled, store_config=StoreConfig())
+    here = Rig(FULL, device_pages=1024, host_pages=1024, store=filled, store_config=COMPUTED)
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
     here.store_executor.finish_all()
     here.cache.step()
@@ -213,7 +216,7 @@ def test_answers_that_a_busy_engine_noticed_late_cost_no_trust(filled: MemorySto
 
 @pytest.mark.parametrize("policy", list(PrefetchPolicy))
 def test_what_is_brought_up_before_its_request_comes_whatever_the_policy(filled: MemoryStore, policy: PrefetchPolicy) -> None:
-    here = Process(taking(2.0), filled, StoreConfig(prefetch=policy))
+    here = Process(taking(2.0), filled, StoreConfig(prefetch=policy, recompute_tokens_per_s=TOKENS_PER_S))
     ticket = here.rig.cache.prefetch(here.rig.cache.lookup(PROMPT), awaited=False)
     assert here.wait(ticket) == pytest.approx(2.0, abs=0.1) and ticket.complete
     ticket.close()

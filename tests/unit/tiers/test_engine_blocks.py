@@ -114,7 +114,7 @@ def test_commits_ahead_do_not_count_as_computing() -> None:
     rig.clock.advance(1.0)
     rig.cache.commit(lease, 100, source=replace(pages, ahead=True))
     assert rig.state.compute_speed.per_s is None
-    rig.cache.computed(1000, 2.0)
+    rig.cache.computed([(0, 1000)], 2.0)
     assert rig.state.compute_speed.per_s == pytest.approx(500)
     rig.settle()
     rig.cache.release(lease)

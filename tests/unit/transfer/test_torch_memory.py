@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import mmap
 import re
 from pathlib import Path
+from threading import Event
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from stepwell import CacheConfig, Kind  # noqa: E402
+from stepwell import CacheConfig, ConfigError, Kind  # noqa: E402
 from stepwell.cache.build import layouts_for  # noqa: E402
 from stepwell.transfer import torch_memory  # noqa: E402
-from stepwell.transfer.torch_memory import TorchMemory, pinned_bytes  # noqa: E402
+from stepwell.transfer.torch_memory import PinnedAhead, TorchMemory, pinned_bytes, touch  # noqa: E402
 from toys import FULL  # noqa: E402
+from waiting import PATIENCE_S  # noqa: E402
 
 SIZE = 1 << 20
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -86,3 +90,34 @@ def test_huge_pages_are_asked_for(cudart: Cudart) -> None:
         elif mine and line.startswith("VmFlags:"):
             asked = "hg" in line.split()
     assert asked
+
+
+def test_memory_that_is_taken_ahead_is_used_and_not_taken_twice() -> None:
+    asked, go_on = [], Event()
+
+    def pinned(size_bytes: int) -> torch.Tensor:
+        asked.append(size_bytes)
+        assert go_on.wait(PATIENCE_S)
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    (layout,) = layouts_for(FULL, CacheConfig(device_bytes=None, host_bytes=SIZE)).values()
+    ahead = PinnedAhead(SIZE, pinned=pinned)  # which does not wait
+    go_on.set()
+    memory = TorchMemory(FULL, layout, ahead=ahead)
+    assert asked == [SIZE] and len(memory.bytes_B) == layout.size_bytes <= SIZE
+
+
+def test_memory_that_cannot_be_had_ahead_is_refused_where_it_is_used() -> None:
+    def refused(size_bytes: int) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    (layout,) = layouts_for(FULL, CacheConfig(device_bytes=None, host_bytes=SIZE)).values()
+    with pytest.raises(ConfigError, match="no memory"):
+        TorchMemory(FULL, layout, ahead=PinnedAhead(SIZE, pinned=refused))
+
+
+def test_every_page_of_new_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_memory, "TOUCHED_AT_ONCE", 4 * mmap.PAGESIZE)
+    flat = np.full(10 * mmap.PAGESIZE, 7, np.uint8)
+    touch(flat)
+    assert not flat[:: mmap.PAGESIZE].any()

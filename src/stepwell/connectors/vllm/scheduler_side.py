@@ -81,7 +81,7 @@ class SchedulerSide:
         self._loading: dict[JobId, dict[Tier, int]] = {}  # tokens, by where they come from
         self._loaded: Counter[Tier] = Counter()
         self._pinned: dict[JobId, list[int]] = {}
-        self._step: tuple[float, int] | None = None  # when the step under way began, and how many tokens it computes
+        self._step: tuple[float, list[tuple[int, int]]] | None = None  # when the step under way began, and what it computes
         self._pace = Pace(clock)
 
     def bind(self, blocks: Blocks) -> None:
@@ -163,9 +163,9 @@ class SchedulerSide:
         self.cache.step()
         if self._audit:
             self.cache.audit()
-        tokens = sum(each.upto - each.computed for each in computing)
-        prefills = any(each.upto - each.computed > 1 for each in computing)
-        self._step = (self._clock.now(), tokens) if prefills else None
+        spans = [(each.computed, each.upto) for each in computing]
+        prefills = any(end - start > 1 for start, end in spans)
+        self._step = (self._clock.now(), spans) if prefills else None
         orders = [self._ordered(plan) for plan in self._orders.take()]
         self._pace.step(waits=not computing and not orders and self.is_busy)
         return orders
@@ -300,8 +300,8 @@ class SchedulerSide:
     def _step_ended(self) -> None:
         """How long the step took that is over: commits cannot tell, they come before it."""
         if self._step is not None:
-            (began_s, tokens), self._step = self._step, None
-            self.cache.computed(tokens, self._clock.now() - began_s)
+            (began_s, spans), self._step = self._step, None
+            self.cache.computed(spans, self._clock.now() - began_s)
 
 
 def ended_in(shared_ended: Mapping[int, int]) -> Callable[[JobId], bool]:

@@ -18,6 +18,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.cache.build import CacheTuning, build_cache, layouts_for
 from stepwell.cache.facade import Cache
 from stepwell.engine.building.build_ranked import build_ranked
+from stepwell.engine.building.phases import phase
 from stepwell.engine.building.settings import (
     EngineConfig,
     attach_store,
@@ -50,11 +51,11 @@ from stepwell.engine.scheduling.footprint import footprint, longest_request
 from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
-from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory
+from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, must_fit
 from stepwell.transfer.narrow_copies import NarrowCopyEngine, as_tensor
 from stepwell.transfer.store_worker import HostPages
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
-from stepwell.transfer.torch_memory import TorchMemory
+from stepwell.transfer.torch_memory import PinnedAhead, TorchMemory
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine
     check_settings(config)
     store = None
     if config.store is not None and config.store.partition(":")[0] in _WITHOUT_BUFFERS:
-        store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
+        with phase("opening the store"):
+            store = open_store(config.store, options=config.store_options)  # it may be locked, or too small
     try:
         checkpoint = open_checkpoint(model)
         ranks = f" on {config.tensor_parallel} ranks" if config.tensor_parallel > 1 else ""
@@ -103,17 +105,19 @@ def build_engine(
     Should it raise, the store is still the caller's.
     """
     device, dtype, most = device_of(config), dtype_of(config), most_context(config, checkpoint)
-    model = build_model(
-        checkpoint.config,
-        checkpoint.source,
-        dtype=dtype,
-        device=device,
-        page_tokens=config.page_tokens,
-        kv_dtype=config.kv_dtype,
-        kernels=kernels or config.kernels,
-        sparse=config.picks,
-    )
-    loaded = _load_draft(config, model, checkpoint, draft)
+    ahead = _host_ahead(config, device)
+    with phase("reading the weights"):
+        model = build_model(
+            checkpoint.config,
+            checkpoint.source,
+            dtype=dtype,
+            device=device,
+            page_tokens=config.page_tokens,
+            kv_dtype=config.kv_dtype,
+            kernels=kernels or config.kernels,
+            sparse=config.picks,
+        )
+        loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
     spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
     device_bytes = device_bytes_of(config, device)
@@ -128,7 +132,9 @@ def build_engine(
         vocab_size=model.vocab_size,
         hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
     )
-    check_room(cache_config, [device])
+    if spec.spill is not None:
+        ahead = None  # other sizes: it is released before they are looked at
+    check_room(cache_config if ahead is None else replace(cache_config, host_bytes=None), [device])
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         sizes = Sizes.of(
@@ -138,7 +144,8 @@ def build_engine(
         )  # fmt: skip
         cache_config = sizes.less(cache_config, spec)
     tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
-    memories = _memories(spec, cache_config, device, tuning, config.host_block)
+    with phase("waiting for the memory of the tiers"):
+        memories = _memories(spec, cache_config, device, tuning, config.host_block, ahead)
     picks = None if config.picks is None else config.picks.identity
     identity = identity_of(checkpoint, dtype, device, None if loaded is None else loaded.identity, picks)
     cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
@@ -147,7 +154,8 @@ def build_engine(
         spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
         context, max_alone = (longest_request(cache, limits.chunk_tokens, spills_upto=upto, most=most) for upto in (None, 0))
         must_hold(config, context)
-        attached = attach_store(cache, config, store)
+        with phase("attaching the store"):
+            attached = attach_store(cache, config, store)
     except BaseException:
         cache.close()
         raise
@@ -232,8 +240,9 @@ def _cache(
 
 
 def _memories(
-    spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning, host_block: Callable[[int], InheritedBlock] | None
-) -> dict[Tier, PageMemory | TorchMemory]:
+    spec: ModelSpec, config: CacheConfig, device: str, tuning: CacheTuning, host_block: Callable[[int], InheritedBlock] | None,
+    ahead: PinnedAhead | None,
+) -> dict[Tier, PageMemory | TorchMemory]:  # fmt: skip
     layouts = layouts_for(spec, config, alignment=tuning.page_alignment_bytes)
     given: dict[Tier, memoryview] = {}
     if host_block is not None and Tier.HOST in layouts:
@@ -241,6 +250,17 @@ def _memories(
     if device == "cpu":
         return {tier: PageMemory(spec, layout, given.get(tier)) for tier, layout in layouts.items()}
     return {
-        tier: TorchMemory(spec, layout, device if tier is Tier.DEVICE else "cpu", given.get(tier))
+        tier: TorchMemory(spec, layout, device)
+        if tier is Tier.DEVICE
+        else TorchMemory(spec, layout, given=given.get(tier), ahead=ahead)
         for tier, layout in layouts.items()
     }
+
+
+def _host_ahead(config: EngineConfig, device: str) -> PinnedAhead | None:
+    """The host tier of an engine on a GPU, taken while its weights are read. Raises ConfigError where it does not fit."""
+    size_bytes = host_bytes_of(config)
+    if device == "cpu" or config.host_block is not None or size_bytes is None:
+        return None
+    must_fit(size_bytes, settings="host_memory")
+    return PinnedAhead(size_bytes)

@@ -43,6 +43,7 @@ from stepwell.store.log.recovery.check import CheckReport, check
 from stepwell.store.log.recovery.repair import repair
 from stepwell.store.log.recovery.stat import LogStat, stat_of
 from stepwell.store.log.state.log_state import IoMode, LogState
+from stepwell.store.log.timed_reads import timed_reads, tried_reads
 from stepwell.store.log.writing.upkeep import Direct, Probe, due, save_segment_list, save_snapshot
 from stepwell.store.log.writing.writer import PutRequest, Writer
 
@@ -64,12 +65,14 @@ class LogStore:
         for tenant in state.quotas:
             self._writer.keep_quota(tenant)
         self._probe = Probe(state, direct, clock)
+        self._timed_reads = timed_reads(state, self._reader, clock)
 
     @property
     def traits(self) -> Traits:
         return Traits(
             name="log", durable=True, shared=False, groups=False, clears=True, sized=True, lists_spaces=True, levels=True,
             alignment=BLOCK_BYTES, max_value_bytes=self._state.budget.max_value_bytes,
+            reads=self._timed_reads or tried_reads(self._state.io_mode),
         )  # fmt: skip
 
     @property

@@ -55,7 +55,7 @@ def _seconds(title: str, name: str, by: str = "") -> Panel:
     return Panel(title=title, unit="s", lines=lines)
 
 
-_HITS, _PROMPTS = _rate("stepwell_hit_tokens_total", "tier"), _rate("stepwell_prompt_tokens_total")
+_SOURCES, _PROMPTS = _rate("stepwell_prompt_tokens_total", "source"), _rate("stepwell_prompt_tokens_total")
 _USED, _CAPACITY = (f"sum by (tier) (stepwell_tier_{what}_bytes@)" for what in ("used", "capacity"))
 
 _STEPS = _rate("stepwell_sparse_steps_total")
@@ -71,6 +71,8 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             _seconds("Time per output token", "stepwell_time_per_output_token_seconds"),
             _seconds("End to end", "stepwell_request_duration_seconds"),
             _seconds("Queue", "stepwell_queue_seconds"),
+            _now("Longest wait, seconds", "stepwell_oldest_waiting_seconds", "instance"),
+            _rates("Answers by tenant", "stepwell_requests_total", "tenant", "reqps"),
             _rates("Output tokens", "stepwell_generated_tokens_total"),
             _rates("Preemptions", "stepwell_preemptions_total"),
         ),
@@ -78,9 +80,13 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
         "Cache",
         (
-            Panel(title="Hit rate", unit="percentunit", lines=((f"{_HITS} / on () group_left {_PROMPTS}", "{{tier}}"),)),
+            Panel(
+                title="Prompts by source",
+                unit="percentunit",
+                lines=((f"{_SOURCES} / on () group_left {_PROMPTS}", "{{source}}"),),
+            ),
             _rates("Prompt tokens by source", "stepwell_prompt_tokens_total", "source"),
-            _rates("Hit tokens by tenant", "stepwell_hit_tokens_total", "tenant"),
+            _rates("Prompt tokens by tenant and source", "stepwell_prompt_tokens_total", "tenant, source"),
             Panel(title="Tiers: used", unit="percentunit", lines=((f"{_USED} / {_CAPACITY}", "{{tier}}"),)),
             Panel(
                 title="Tiers: free and available",

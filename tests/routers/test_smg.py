@@ -39,7 +39,7 @@ def cached(response: httpx.Response) -> int:
 
 
 def num_answers(server: Program) -> int:
-    found = re.search(r'stepwell_requests_total\{outcome="length"\} ([0-9.]+)', server.get("/metrics").text)
+    found = re.search(r'stepwell_requests_total\{outcome="length",tenant=""\} ([0-9.]+)', server.get("/metrics").text)
     return int(float(found[1])) if found else 0
 
 

@@ -390,7 +390,7 @@ def test_metrics_are_what_prometheus_reads(http: httpx.Client) -> None:
     assert after["stepwell_requests_openwaiting"] == after["stepwell_requests_openactive"] == 0
     assert after["stepwell_engine_up"] == after["stepwell_store_statedetached"] == 1
     assert after["stepwell_tier_used_bytesdevice"] > 0 and after["stepwell_tier_available_byteshost"] > 0
-    assert after["stepwell_cache_events_totaltokens_computed"] > 0
+    assert after["stepwell_cache_tokens_totaltokens_computed"] > 0
 
 
 def test_bodies_that_are_too_large_are_counted(http: httpx.Client) -> None:

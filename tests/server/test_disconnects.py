@@ -21,7 +21,9 @@ LONG = {"model": NAME, "prompt": "Go on and on.", "max_tokens": CONTEXT - 100, "
 def aborted(served: Running) -> float:
     with httpx.Client(base_url=served.address, timeout=PATIENCE_S) as http:
         lines = http.get("/metrics").text.splitlines()
-    return next((float(line.split()[-1]) for line in lines if line.startswith('stepwell_requests_total{outcome="abort"}')), 0.0)
+    return next(
+        (float(line.split()[-1]) for line in lines if line.startswith('stepwell_requests_total{outcome="abort",tenant=""}')), 0.0
+    )
 
 
 def connected(served: Running) -> socket.socket:

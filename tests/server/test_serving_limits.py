@@ -102,7 +102,8 @@ def test_an_answer_under_way_is_ended_when_its_time_is_up(caplog: pytest.LogCapt
         assert '"code":"request_timeout"' in late.text and "[DONE]" not in late.text
         served.audit()
         page = httpx.get(f"{served.address}/metrics", timeout=PATIENCE_S).text
-    assert 'stepwell_requests_total{outcome="timeout"} 1.0' in page and 'stepwell_requests_total{outcome="abort"} 0.0' in page
+    for outcome, count in (("timeout", 1), ("abort", 0)):
+        assert f'stepwell_requests_total{{outcome="{outcome}",tenant=""}} {count}.0' in page
     assert 'stepwell_http_errors_total{status="504"} 1.0' in page, "though the stream began with 200"
     lines = {each.getMessage(): each.fields for each in caplog.records if hasattr(each, "fields")}
     assert lines["request ended"]["finish"] == "timeout" and lines["error sent"]["status"] == 504

@@ -76,6 +76,9 @@ def configure(parser: ArgumentParser) -> None:
         "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
     )
     parser.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
+    parser.add_argument(
+        "--vllm-metrics", action="store_true", help="/metrics has the most used series in vLLM's names too (docs/operations.md)"
+    )
     parser.add_argument("--hide-version", action="store_true", help="no /version: smg takes whoever answers it for vLLM")
     kv_events.configure(parser)
     handover.configure(parser)
@@ -167,6 +170,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         max_body_bytes=max_body_bytes,
         hosts=_names(args, host),
         open_metrics=args.open_metrics,
+        vllm_metrics=args.vllm_metrics,
         hide_version=args.hide_version,
         drain_s=args.drain,
         store=config.store,

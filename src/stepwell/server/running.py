@@ -36,6 +36,7 @@ from stepwell.server.monitoring.activity_log import ThroughputLog
 from stepwell.server.monitoring.history import History
 from stepwell.server.monitoring.load import LoadMeter
 from stepwell.server.monitoring.metrics import Metrics
+from stepwell.server.monitoring.progress import Progress
 from stepwell.server.served import MAX_BODY_BYTES, Served
 from stepwell.server.stores import Stores
 
@@ -86,6 +87,7 @@ class ModelServer:
         max_body_bytes: int = MAX_BODY_BYTES,
         hosts: tuple[str, ...] = (),
         open_metrics: bool = False,
+        vllm_metrics: bool = False,
         hide_version: bool = False,
         drain_s: float = DRAIN_S,
         store: str | None = None,
@@ -105,11 +107,14 @@ class ModelServer:
         request, and is closed with the server. `read_tenants` reads the tenants again, and raises ConfigError; None for a server
         without tenants. It is called when `hung_up`, which is polled several times a second, returns true.
         """
-        self._load = LoadMeter(engine)
-        self._history = History(engine)
-        self._throughput = ThroughputLog(engine)
         self._events = None if events is None else EventPublisher(engine.cache, events)
         self._loop = EngineLoop(engine, after_step=self._after_step)
+        metrics = Metrics(self._loop, name, name_tenants=not open_metrics, vllm_names=vllm_metrics)
+        metrics.begin_at_zero(principals.names)
+        self._progress = Progress(engine, metrics)
+        self._load = LoadMeter(engine, self._progress.totals)
+        self._history = History(engine, self._progress.totals)
+        self._throughput = ThroughputLog(engine, self._progress.totals)
         self._stores = Stores(self._loop, store_config or StoreConfig(), store, principals)
         self.served = Served(
             loop=self._loop,
@@ -120,7 +125,8 @@ class ModelServer:
             tool_parser=tools_of(chat.source) if tool_parser == AUTO else tool_parser,
             reasoning_parser=reasoning_of(chat.source) if reasoning_parser == AUTO else reasoning_parser,
             max_context=engine.max_context,
-            metrics=Metrics(self._loop, name, name_tenants=not open_metrics),
+            metrics=metrics,
+            progress=self._progress,
             load=self._load,
             history=self._history,
             principals=principals,
@@ -187,12 +193,14 @@ class ModelServer:
             except ConfigError as error:
                 log.error("the tenants stay as they were: %s", error)
             else:
+                self.served.metrics.begin_at_zero(self._principals.names)
                 log.info("tenants were read again", extra={"fields": change._asdict()})
 
     def _after_step(self, deltas: Sequence[Delta]) -> None:
-        self._load.after_step(deltas)
-        self._history.after_step(deltas)
-        self._throughput.after_step(deltas)
+        self._progress.after_step()
+        self._load.after_step()
+        self._history.after_step()
+        self._throughput.after_step()
         if self._events is not None:
             self._events.take()
 

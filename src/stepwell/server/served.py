@@ -23,6 +23,7 @@ from stepwell.server.handover import Offers, Peers
 from stepwell.server.monitoring.history import History
 from stepwell.server.monitoring.load import LoadMeter
 from stepwell.server.monitoring.metrics import Metrics
+from stepwell.server.monitoring.progress import Progress
 
 if TYPE_CHECKING:
     from stepwell.server.ahead import Ahead
@@ -59,6 +60,7 @@ class Served:
     chat: ChatTemplate
     max_context: int
     metrics: Metrics
+    progress: Progress
     load: LoadMeter
     history: History
     principals: Principals

@@ -18,6 +18,7 @@ from stepwell.store_tier.link import LinkState
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
     waiting: int
+    oldest_waiting_s: float  # since the arrival of the request that has waited longest; 0 where none waits
     active: int
     passes: int
     pending: int  # copies and store operations under way, and paths that wait to be backed up
@@ -38,9 +39,11 @@ class EngineState:
 
 
 def read_state(engine: Engine) -> EngineState:
-    stats = engine.cache.stats()
+    stats, waiting = engine.cache.stats(), engine.scheduler.waiting.values()
+    now_s = engine.clock.now()
     return EngineState(
-        waiting=len(engine.scheduler.waiting),
+        waiting=len(waiting),
+        oldest_waiting_s=max((now_s - each.arrived_s for each in waiting), default=0.0),
         active=len(engine.scheduler.active),
         passes=engine.passes,
         pending=stats.pending,

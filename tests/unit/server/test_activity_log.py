@@ -15,11 +15,8 @@ import torch
 from stepwell.base.meters import ManualClock
 from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.engine.requests.request import Delta, Finish, Usage
 from stepwell.server.monitoring.activity_log import EVERY_S, ThroughputLog
-from stepwell.tiers.lease import Sources
-
-MET = Sources(device=30, computed=10)
+from stepwell.server.monitoring.progress import Totals
 
 
 class Engine:
@@ -28,9 +25,7 @@ class Engine:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.scheduler = SimpleNamespace(active={}, waiting=[])
-
-    def begin(self, number: int) -> None:
-        self.scheduler.active[number] = SimpleNamespace(sources=MET)
+        self.totals = Totals()
 
 
 @pytest.fixture(autouse=True)
@@ -44,43 +39,45 @@ def fields(record: logging.LogRecord) -> dict[str, Any]:
 
 def test_nothing_is_said_while_there_is_nothing_to_do(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    log = ThroughputLog(engine)  # type: ignore[arg-type]
+    log = ThroughputLog(engine, engine.totals)  # type: ignore[arg-type]
     for _ in range(5):
         engine.clock.advance(EVERY_S)
-        log.after_step([])
+        log.after_step()
     assert not caplog.records
 
 
-def test_ten_seconds_of_work_are_one_line_and_a_prompt_counts_with_its_first_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_ten_seconds_of_work_are_one_line_with_tokens_as_they_came(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    log = ThroughputLog(engine)  # type: ignore[arg-type]
-    engine.begin(1)
+    log = ThroughputLog(engine, engine.totals)  # type: ignore[arg-type]
+    engine.scheduler.active[1] = object()
     engine.scheduler.waiting.append(object())
-    for _ in range(20):
-        log.after_step([Delta(request=1, tokens=(5,))])
+    for step in range(20):
+        engine.totals.prompt["device" if step < 15 else "computed"] += 2
+        engine.totals.output += 1
+        log.after_step()
         engine.clock.advance(EVERY_S / 20)
-    log.after_step([])
+    log.after_step()
     assert [fields(each) for each in caplog.records] == [
         {"prompt_tokens_per_s": 4.0, "output_tokens_per_s": 2.0, "running": 1, "waiting": 1, "hit_share": 0.75}
     ]
     engine.clock.advance(EVERY_S)
-    usage = Usage(prompt_tokens=40, completion_tokens=21, sources=MET)
+    engine.totals.output += 1
     engine.scheduler.active.clear()
     engine.scheduler.waiting.clear()
-    log.after_step([Delta(request=1, tokens=(5,), finish=Finish.STOP, usage=usage)])
+    log.after_step()
     assert fields(caplog.records[-1]) == {"prompt_tokens_per_s": 0.0, "output_tokens_per_s": 0.1, "running": 0, "waiting": 0}
     engine.clock.advance(EVERY_S)
-    log.after_step([])
+    log.after_step()
     assert len(caplog.records) == 2
 
 
 def test_an_answer_that_begins_and_ends_in_one_step_counts(caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine()
-    log = ThroughputLog(engine)  # type: ignore[arg-type]
-    usage = Usage(prompt_tokens=40, completion_tokens=1, sources=MET)
-    log.after_step([Delta(request=7, tokens=(5,), finish=Finish.LENGTH, usage=usage)])
+    log = ThroughputLog(engine, engine.totals)  # type: ignore[arg-type]
+    engine.totals.prompt["computed"] += 40
+    log.after_step()
     engine.clock.advance(EVERY_S)
-    log.after_step([])
+    log.after_step()
     assert fields(caplog.records[0])["prompt_tokens_per_s"] == 4.0
 
 

@@ -132,6 +132,11 @@ class Principals:
         return self._tenants.get(name) or self._gone.get(name)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tenants there are now."""
+        return tuple(self._tenants)
+
+    @property
     def memory_quotas(self) -> dict[str, float]:
         """The share of each memory tier that a tenant may take, by name, for those that have a limit."""
         return {name: each.memory_quota for name, each in self._tenants.items() if each.memory_quota is not None}

@@ -154,15 +154,15 @@ class Answers:
             self._served.loop.abort(future.result())  # ended ones are ignored
 
     def _listener(self, index: int) -> OnDelta:
-        loop, metrics, ask = asyncio.get_running_loop(), self._served.metrics, self._asks[index]
+        loop, progress, ask = asyncio.get_running_loop(), self._served.progress, self._asks[index]
         choice = index if len(self._asks) > 1 else None
 
         def listen(delta: Delta) -> None:
             try:
                 if self._late and delta.finish is Finish.ABORTED:
                     delta = replace(delta, finish=Finish.LATE)
+                progress.added(ask, delta)
                 if delta.finish is not None:
-                    metrics.ended(delta, ask.tenant)  # first: who has an answer finds it counted
                     log_ended(self._id, choice, ask, delta, self._origin)
                     if self._on_ended is not None:  # not on the engine's thread
                         loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)

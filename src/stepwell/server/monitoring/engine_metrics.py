@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import accumulate
 
@@ -20,7 +20,9 @@ from stepwell.server.state import EngineState, read_state
 from stepwell.store.api import size_of
 from stepwell.store_tier.link import LinkState
 
-_READ_TIMEOUT_S = 10.0
+_READ_TIMEOUT_S = 2.0  # a scrape that takes longer than Prometheus waits would never say that the engine hangs
+_UNITS = ("tokens", "bytes", "pages", "checkpoints", "values", "nodes", "jobs", "events")
+_OTHER_UNITS = {"store_pages_held": "pages", "backup_skipped_missing_pages": "events"}  # than their names say
 _STORE_ERRORS = ("ops_failed", *(each.name.lower() for each in ItemStatus if each.is_damage or each is ItemStatus.FAILED))
 _STORE_BYTES = {"fetched": "fetched_bytes", "stored": "backup_bytes"}  # counters, by direction
 
@@ -34,9 +36,11 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("stepwell_engine_up", "Whether the engine answers.")
+        asked = self._loop.call(read_state)
         try:
-            state = self._loop.call(read_state).result(timeout=_READ_TIMEOUT_S)
+            state = asked.result(timeout=_READ_TIMEOUT_S)
         except (StepwellError, FutureTimeout):
+            asked.cancel()
             up.add_metric([], 0)
             yield up
             return
@@ -50,15 +54,35 @@ def _families(state: EngineState) -> Iterator[Metric]:
     requests.add_metric(["waiting"], state.waiting)
     requests.add_metric(["active"], state.active)
     yield requests
+    yield GaugeMetricFamily(
+        "stepwell_oldest_waiting_seconds",
+        "Since the arrival of the request that has waited longest.",
+        value=state.oldest_waiting_s,
+    )
     yield CounterMetricFamily("stepwell_passes", "Passes of the model.", value=state.passes)
     yield from _tiers(state)
     yield from _store(state)
-    events = CounterMetricFamily("stepwell_cache_events", "Every counter of the cache, by name.", labels=["event"])
-    for name, count in state.counters.items():
-        events.add_metric([name], count)
-    yield events
+    yield from _counters(state.counters)
     if state.spilling is not None:
         yield from _spilling(state.spilling)
+
+
+def _counters(counts: Mapping[str, int]) -> Iterator[Metric]:
+    """Every counter of the cache, in one family for each unit."""
+    for unit in _UNITS:
+        family = CounterMetricFamily(f"stepwell_cache_{unit}", f"Counters of the cache that count {unit}.", labels=["event"])
+        for name, count in counts.items():
+            if unit_of(name) == unit:
+                family.add_metric([name], count)
+        yield family
+
+
+def unit_of(counter: str) -> str:
+    """What a counter of the cache counts, by its name."""
+    if counter in _OTHER_UNITS:
+        return _OTHER_UNITS[counter]
+    first, last = counter.partition("_")[0], counter.rpartition("_")[2]
+    return next((unit for unit in _UNITS if unit in (first, last)), "events")
 
 
 def _tiers(state: EngineState) -> Iterator[Metric]:

@@ -6,12 +6,11 @@ Measured on the engine's thread after each step, read from any without waiting f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stepwell.base.ids import Tier
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Delta
+from stepwell.server.monitoring.progress import Totals
 
 THROUGHPUT_S = 5  # over which tokens a second are counted
 HIT_RATE_S = 60  # over which cached tokens of prompts are
@@ -33,7 +32,7 @@ class Load:
     max_tokens: int = 0
     used_share: float = 0.0  # of device memory
     tokens_per_s: float = 0.0  # of answers
-    hit_rate: float = 0.0  # of the tokens of prompts whose answers ended
+    hit_rate: float = 0.0  # of the tokens of prompts that were restored or computed
 
 
 class _Recent:
@@ -59,22 +58,22 @@ class _Recent:
 class LoadMeter:
     """One engine's. `after_step` belongs to the engine's thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, totals: Totals) -> None:
         self._engine = engine
+        self._totals, self._before = totals, totals.copy()
         self._generated = _Recent(THROUGHPUT_S)
         self._prompts = _Recent(HIT_RATE_S)  # cached tokens, and all
         self._looked_s = float("-inf")
         self._measured = Load(max_running=engine.limits.max_running)  # all but the requests
 
-    def after_step(self, deltas: Sequence[Delta]) -> None:
-        """Counts what a step added to answers, and looks at memory now and then."""
+    def after_step(self) -> None:
+        """Counts what a step added to prompts and answers, and looks at memory now and then."""
         now_s = self._engine.clock.now()
-        if deltas:
-            self._generated.add(now_s, sum(len(delta.tokens) for delta in deltas))
-        for delta in deltas:
-            if delta.usage is not None and delta.usage.completion_tokens:  # else it has no sources yet
-                sources = delta.usage.sources
-                self._prompts.add(now_s, sources.total - sources.computed, sources.total)
+        new = self._totals.since(self._before)
+        if new.output or new.prompts:
+            self._generated.add(now_s, new.output)
+            self._prompts.add(now_s, new.cached, new.prompts)
+            self._before = self._totals.copy()
         if now_s - self._looked_s >= REFRESH_S:
             self._looked_s = now_s
             self._measured = self._look(now_s)

@@ -263,5 +263,5 @@ function offer(select, names) {
 
 export function counters(state) {
   const rows = Object.entries(state.counters).sort(([one], [other]) => (one < other ? -1 : 1));
-  fill("counters", table(["what the cache counted since it started", ""], rows.map(([name, amount]) => [name, count(amount)])));
+  fill("counters", table(["what the cache counted since it started", ""], rows.map(([name, amount]) => [name, name.endsWith("_bytes") ? bytes(amount) : count(amount)])));
 }

@@ -149,6 +149,9 @@ def test_the_label_shows_which_key_and_the_space_shows_neither_key_nor_namespace
     keyed, plain = (rig(FULL, MemoryStore(), key).store_workers[0].space(namespace) for key in (OURS, None))
     assert keyed.label == f"m [0/1, key {OURS.id.hex()}]" and plain.label == "m [0/1]"
     assert keyed.digest != plain.digest == replace(namespace, shard="0/1").digest
+    named = replace(namespace, model="0123456789abcdef/fp32/cpu", name="a model")
+    assert rig(FULL, MemoryStore(), None).store_workers[0].space(named).label == "a model 01234567/fp32/cpu [0/1]"
+    assert replace(named, name="another").digest == named.digest, "the name is for people alone"
 
 
 def test_a_key_is_not_forgotten_where_workers_were_made_by_somebody_else() -> None:

@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from stepwell.engine.loading.chat import ChatTemplate
+from stepwell.engine.loading.chat import ROLE_MARKERS, ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
-from stepwell.server.access.principals import Principals, Secrets
-from stepwell.server.api.chat import chat_prompt
+from stepwell.server.access.principals import Principal, Principals, Secrets
+from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.chat import chat_asks, chat_prompt
 from stepwell.server.errors import ApiError
 from stepwell.server.served import Served
 
@@ -29,6 +30,7 @@ def served(template: str | None) -> Served:
         chat=ChatTemplate(template, bos_token="<bos>"),
         max_context=1000,
         metrics=nothing,
+        progress=nothing,
         load=nothing,
         history=nothing,
         principals=Principals(Secrets(api_key=None, admin_token="x")),
@@ -148,3 +150,14 @@ def test_reasoning_reaches_templates_that_call_it_thinking() -> None:
         {"role": "assistant", "content": "8", "reasoning_content": "Other.", "thinking": "Own."},
     ]
     assert byte_tokenizer().decode(chat_prompt(served(template), said, None)[0]) == "Hm.So.-Own."
+
+
+def test_a_chat_without_a_template_ends_where_the_model_begins_another_message() -> None:
+    def stops(template: str | None, **more: object) -> tuple[str, ...]:
+        body = ChatBody.model_validate({"messages": [USER], "stop": ["."], **more})
+        return chat_asks(served(template), body, Principal(), 0.0)[0].sampling.stop
+
+    assert stops(None) == (".", *ROLE_MARKERS)
+    assert stops(None, ignore_eos=True) == (".",), "an answer that is to ignore its end goes on"
+    assert len(stops(None, stop=["x"] * 16)) == 16, "as many as a request may have"
+    assert stops(CHAT_TEMPLATE) == (".",)

@@ -124,6 +124,11 @@ def test_explain_tells_of_ones_own_prompts_alone(two: Clients) -> None:
     for name in ("alice", "dave"):  # who does not learn which of them exists
         refused = two.bob.post("/cache/explain", json={"prompt": "Secret. " + PROMPT, "tenant": name})
         assert refused.status_code == 403 and name not in refused.text
+    unnamed, named = (
+        two.admin.post("/cache/explain", json={"prompt": "x" * 40, **more}).json() for more in ({}, {"tenant": "bob"})
+    )
+    assert unnamed["tenant"] is None and "name a tenant" in unnamed["says"], "it looked in no tenant's name, and says so"
+    assert named["tenant"] == "bob" and "name a tenant" not in named["says"]
     missing = two.admin.post("/cache/explain", json={"prompt": "x" * 40, "tenant": "dave"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "tenant_not_found")
 

@@ -186,6 +186,7 @@ def test_the_store_says_what_it_holds_to_the_operator(tmp_path: Path) -> None:
         found = wait_until(lambda: (each := admin.get("/cache/store").json())["namespaces"] and each, "a value stored")
         assert found["state"] == "attached" and found["breaker"] == "closed" and found["budget_bytes"] == 64 << 20
         (space,) = found["namespaces"]
+        assert space["label"].startswith(f"{NAME} "), "people know the model by its name"
         assert space["values"] > 0 and 0 < space["used_bytes"] <= found["used_bytes"] and space["tenant"] is None
         assert http.get("/cache/store").json()["namespaces"] is None
 

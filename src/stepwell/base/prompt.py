@@ -80,7 +80,8 @@ class Namespace:
 
     `model` is the identity of the weights (a digest where one is known), `layout` the fingerprint of the
     spec (dtypes, page size, states), `shard` which part of a sharded model these bytes are, `tenant` whose
-    quota they count against. Absent and empty differ: `salt=None` is not `salt=""`.
+    quota they count against. Absent and empty differ: `salt=None` is not `salt=""`. `name` is what people call
+    the model: it need not agree.
     """
 
     model: str
@@ -89,6 +90,7 @@ class Namespace:
     adapter: str | None = None
     salt: str | None = field(default=None, repr=False)  # a secret of whoever chose it
     tenant: str | None = None
+    name: str = field(default="", compare=False)
 
     @cached_property
     def digest(self) -> PageKey:

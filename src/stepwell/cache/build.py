@@ -110,6 +110,7 @@ def build_cache(
     copy_engines: Sequence[CopyEngine] | None = None,
     executor: CopyExecutor | None = None,
     model: str | None = None,
+    name: str = "",
     clock: Clock | None = None,
     on_free: Callable[[Tier, Kind, PageIds], None] | None = None,
     host_pages: Sequence[HostPages] = (),
@@ -120,8 +121,8 @@ def build_cache(
 ) -> Cache:
     """A cache for `spec` (one rank's share of the model), with one copy engine for each rank.
 
-    `model` is the identity of the weights, a digest where there is one. Give `executor` to run copies in
-    your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
+    `model` is the identity of the weights, a digest where there is one, `name` what people call them. Give `executor` to run
+    copies in your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
     simulators and tests. Give `counters` where your copy engines count too, and `arrivals` where a pass may begin on loads of the
     only rank before they have ended. With `shared_by`, so many ranks share one host memory of whole rows: `spec` is that of the
@@ -160,7 +161,7 @@ def build_cache(
         write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,
     )
     tree.on_split.append(partial(note_split, state))
-    namespace = Namespace(model=model or spec.name, layout=spec.fingerprint)
+    namespace = Namespace(model=model or spec.name, layout=spec.fingerprint, name=name)
     store_tier = StoreTier(state, host_pages, ranks=executor.num_ranks, names_weights=model is not None)
     state.below = store_tier
     return Cache(state, namespace, store_tier)

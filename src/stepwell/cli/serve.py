@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
 _OPEN_FILES = 65536
+_NO_TEMPLATE = (
+    "the model has no chat template: chats are written as 'user: ...' and 'assistant:', and end where the model begins another "
+    "such line; give --chat-template FILE, or ask /v1/completions"
+)
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -187,9 +191,13 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
     names = ", ".join(offered.names) or checkpoint.name
     summary = serve_summary.lines(engine, names, config, address_of(taken), keys, tenants, made=made)
+    summary.insert(3, ("formats", serve_summary.formats(server.served)))
     summary.insert(3, ("kernels", kernels := by_library(engine.kernels)))
     summary[3:3] = started
     summary += _warnings(host, keys, tenants)
+    if serving["chat"].is_plain:
+        log.warning(_NO_TEMPLATE)
+        summary.append(("warning", _NO_TEMPLATE))
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
     summary += [] if roles is None else roles.summary()
 

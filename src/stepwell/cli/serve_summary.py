@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from stepwell.engine.scheduling.footprint import Footprint
     from stepwell.server.access.principals import Secrets
     from stepwell.server.access.tenants import TenantsFile
+    from stepwell.server.served import Served
     from stepwell.store.api import Store
 
 
@@ -64,6 +65,12 @@ def sparse(picks: Sparse, rows: SpillReport | None) -> str:
     """What picks; where rows may be on the host alone, how many are hot, and what is set aside for that."""
     hot = "" if rows is None else f", {rows.hot_rows:,} hot rows a request, {format_bytes(rows.beside_bytes)} beside pages"
     return (picks.identity or picks.selector) + hot
+
+
+def formats(served: Served) -> str:
+    """How calls of tools and reasoning are found in answers: by which parsers, where the template shows one."""
+    found = {"tool calls": served.tool_parser, "reasoning": served.reasoning_parser}
+    return ", ".join(f"{what}: {parser or 'not looked for'}" for what, parser in found.items())
 
 
 def narrow(measured: Footprint, spec: ModelSpec) -> str:

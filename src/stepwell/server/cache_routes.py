@@ -39,6 +39,7 @@ from stepwell.server.stores import Stores
 
 log = logging.getLogger(__name__)
 
+_OF_NO_TENANT = ". This looked in what belongs to no tenant: name a tenant to look in its prompts"
 _POLL_S = 0.005  # between looks at whether a question is ready
 _DETACH_WAIT_S = 10.0  # for the store to be closed, before the answer is that it will be
 
@@ -103,7 +104,9 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
         while not await served.call(lambda engine: question.ready):
             await asyncio.sleep(_POLL_S)  # the store answers between passes, or its time runs out
         quote = principal_of(request).operates  # what a store says of itself is for the operator
-        return await served.call(lambda engine: _explained(engine, question.answer(quote_store=quote)))
+        found = await served.call(lambda engine: _explained(engine, question.answer(quote_store=quote)))
+        whose = _OF_NO_TENANT if owner.name is None and principals.names else ""
+        return {**found, "says": found["says"] + whose, "tenant": owner.name}
 
     return router
 

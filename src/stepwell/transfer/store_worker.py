@@ -152,7 +152,8 @@ class StoreWorker:
 
     def space(self, namespace: Namespace) -> Space:
         """The part of the store that is this rank's share of a namespace, under its key. Says nothing of its salt."""
-        label = namespace.model if namespace.adapter is None else f"{namespace.model} + {namespace.adapter}"
+        model = namespace.model if namespace.name in ("", namespace.model) else f"{namespace.name} {_short(namespace.model)}"
+        label = model if namespace.adapter is None else f"{model} + {namespace.adapter}"
         return Space(
             digest=self._seals.space(replace(namespace, shard=self._shard).digest),
             label=_cut(f"{label} [{self._shard}{self._seals.label}]", MAX_LABEL_BYTES),
@@ -291,6 +292,12 @@ def _of_pages(sealed: Sealed, outcomes: Sequence[WriteOutcome | None]) -> Outcom
 def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome | None]) -> int:
     stored = WriteOutcome.STORED
     return sum([len(write.data) for write, outcome in zip(writes, outcomes, strict=True) if outcome is stored])
+
+
+def _short(model: str) -> str:
+    """An identity of weights with the beginning of its digest alone: `fb8926aa/fp32/cpu`."""
+    digest, slash, rest = model.partition("/")
+    return f"{digest[:8]}{slash}{rest}"
 
 
 def _cut(text: str, size: int) -> str:

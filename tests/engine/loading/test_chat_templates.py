@@ -28,6 +28,7 @@ def test_without_a_template_there_is_a_plain_one() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert ChatTemplate().render(parts) == "user: ab\nassistant:"
     assert ChatTemplate().render([{"role": "assistant", "content": None}], add_generation_prompt=False) == "assistant: \n"
+    assert ChatTemplate().is_plain and not ChatTemplate(CHATML).is_plain
 
 
 def test_tools_options_tokens_and_helpers_reach_the_template() -> None:

@@ -148,7 +148,7 @@ def build_engine(
         memories = _memories(spec, cache_config, device, tuning, config.host_block, ahead)
     picks = None if config.picks is None else config.picks.identity
     identity = identity_of(checkpoint, dtype, device, None if loaded is None else loaded.identity, picks)
-    cache = _cache(spec, cache_config, memories, identity, tuning, layerwise=config.layerwise)
+    cache = _cache(spec, cache_config, memories, identity, tuning, name=checkpoint.name, layerwise=config.layerwise)
     rows = {kind: as_tensor(memories[Tier.DEVICE], kind) for kind in Kind if spec.device_parts(kind)}
     try:
         spilling = None if sizes is None else _spilling(spec, rows, memories, cache, sizes, model.kernels)
@@ -219,7 +219,7 @@ def _speculation(
 
 def _cache(
     spec: ModelSpec, config: CacheConfig, memories: Mapping[Tier, PageMemory | TorchMemory], identity: str, tuning: CacheTuning,
-    *, layerwise: bool,
+    *, name: str, layerwise: bool,
 ) -> Cache:  # fmt: skip
     copy_engine: CopyEngine
     arrivals: Arrivals | None = None
@@ -234,7 +234,7 @@ def _cache(
     if spec.narrow is not None:
         copy_engine = NarrowCopyEngine(copy_engine, spec, memories)
     return build_cache(
-        spec, config, copy_engines=[copy_engine], model=identity, host_pages=host, tuning=tuning, counters=counters,
+        spec, config, copy_engines=[copy_engine], model=identity, name=name, host_pages=host, tuning=tuning, counters=counters,
         arrivals=arrivals,
     )  # fmt: skip
 

@@ -67,7 +67,8 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
         )  # fmt: skip
         layouts = layouts_for(spec, sizes, alignment=tuning.page_alignment_bytes, shared_by=count)
         cache = build_cache(
-            spec, sizes, executor=workers.copies, model=identity_of(checkpoint, dtype, device), shared_by=count, tuning=tuning,
+            spec, sizes, executor=workers.copies, model=identity_of(checkpoint, dtype, device), name=checkpoint.name,
+            shared_by=count, tuning=tuning,
             host_pages=[] if host is None else [PageMemory(spec, layouts[Tier.HOST], host.view)],
         )  # fmt: skip
         opened = undo.enter_context(ExitStack())  # closed behind the cache, which may still write to it

@@ -31,6 +31,9 @@ PLAIN = r"""
 {%- if add_generation_prompt %}{{ "assistant:" }}{% endif %}"""
 """For models that bring none: who says what, line by line."""
 
+ROLE_MARKERS = ("\nuser:", "\nassistant:", "\nsystem:")
+"""Where an answer ends that was made by PLAIN: the model goes on with the next message, for it knows no token that ends one."""
+
 _LONGEST_REPEAT = 1 << 20
 _LARGEST_POWER = 64
 
@@ -53,6 +56,11 @@ class ChatTemplate:
             self._template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model brought none."""
+        return self.source == PLAIN
 
     def with_source(self, source: str) -> ChatTemplate:
         """Another template for the same model. Raises ConfigError for one that is not one."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -16,8 +17,9 @@ import xxhash
 from fastapi import APIRouter, Request, Response
 
 from stepwell.base.errors import ConfigError
+from stepwell.engine.loading.chat import ROLE_MARKERS
 from stepwell.engine.requests.guided import Guide
-from stepwell.engine.requests.request import Ask
+from stepwell.engine.requests.request import MAX_STOPS, Ask
 from stepwell.server.access.door import asking
 from stepwell.server.access.principals import Principal
 from stepwell.server.api.bodies import ChatBody
@@ -61,6 +63,8 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
         served, body, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs,
         show_special=shows_special(served, body),
     )  # fmt: skip
+    if served.chat.is_plain and not body.ignore_eos and len(sampling.stop) + len(ROLE_MARKERS) <= MAX_STOPS:
+        sampling = replace(sampling, stop=(*sampling.stop, *ROLE_MARKERS))
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort

@@ -105,7 +105,7 @@ class Metrics:
 
     def page(self) -> bytes:
         """All of it in Prometheus' text form. Waits up to 2 s for the engine's thread: not for the event loop."""
-        return generate_latest(self)  # type: ignore[arg-type]  # all that it asks for is `collect`
+        return generate_latest(self)  # all that it asks for is `collect`
 
     def collect(self) -> Iterator[Metric]:
         """The families of the page, without the times of creation that would double it."""

@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_SOURCE = 64 << 10  # characters
 KEPT_BYTES = 128 << 20  # of compiled grammars that are kept
 _BASE_BYTES, _BYTES_PER_CHARACTER = 64 << 10, 64  # of one, at most: measured with schemas, choices and regexes of up to 64 Ki
+_LONG_S = 1.0  # of the start, that the log explains
 _TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
 NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
 
@@ -213,8 +214,9 @@ class Guides:
             self._tokenizer()
         except (ConfigError, ValueError) as error:
             log.info("requests that ask for a format or a grammar are refused: %.500s", error)
-        else:
-            log.info("the vocabulary for formats and grammars was read in %.1f s", time.monotonic() - began_s)
+            return
+        if (took_s := time.monotonic() - began_s) >= _LONG_S:
+            log.info("the vocabulary for formats and grammars was read in %.1f s", took_s)
 
     def compile(self, grammar: Grammar, *, tenant: str | None = None) -> Guide:
         """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing.

@@ -196,7 +196,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with guided_engine() as engine:
         assert engine.guides is not None
-        with pytest.raises(ConfigError, match=r"pip install 'stepwell\[guided\]'"):
+        with pytest.raises(ConfigError, match=r"pip install 'llguidance>=1\.7'"):
             engine.guides.compile(GRAMMARS[1])
 
 

@@ -94,7 +94,7 @@ def test_many_at_once_answer_as_they_do_alone_and_with_a_draft() -> None:
 
 def test_a_server_without_the_library_says_what_to_install(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(openai.BadRequestError, match=r"pip install 'stepwell\[guided\]'") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"pip install 'llguidance>=1\.7'") as caught:
         chat(client, "Missing.", STORY, response_format={"type": "json_schema", "json_schema": {"schema": {"enum": [17]}}})
     assert (caught.value.param, caught.value.code) == ("response_format", "unsupported_parameter")
 

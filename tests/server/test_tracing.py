@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from server.serving import NAME, Running, running
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.base.meters import SystemClock
 from stepwell.cli import otlp
 from stepwell.engine.engine import Engine
@@ -357,4 +358,4 @@ except ConfigError as error:
 def test_without_the_extra_the_server_runs_and_the_option_says_what_to_install() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert "pip install 'stepwell[otel]'" in done.stdout and "pip install 'stepwell[otel]'" in done.stderr
+    assert install("otel") in done.stdout and install("otel") in done.stderr

@@ -11,9 +11,10 @@ EXIT_USER_ERROR = 2  # the user has to change something
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """`configure` adds the arguments, `run` does the work and returns the exit status."""
+    """`configure` adds the arguments, `run` does the work and returns the exit status. `extra` is what it needs installed."""
 
     name: str
     summary: str
     configure: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
+    extra: str = ""

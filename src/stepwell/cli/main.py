@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
+from stepwell.base.extras import install
 from stepwell.cli import demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import EXIT_USER_ERROR, Command
 
@@ -36,8 +38,18 @@ def build_parser() -> ArgumentParser:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
         command.configure(subparser)
-        subparser.set_defaults(run=command.run)
+        subparser.set_defaults(run=partial(_run, command))
     return parser
+
+
+def _run(command: Command, args: Namespace) -> int:
+    try:
+        return command.run(args)
+    except ModuleNotFoundError as error:
+        if not command.extra or (error.name or "stepwell").split(".")[0] == "stepwell":
+            raise
+        how = install(command.extra)
+        raise ConfigError(f"stepwell {command.name} needs {error.name}, which is not installed: {how}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.base.meters import Clock
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_MISSING = "spans need OpenTelemetry, which is not installed: pip install 'stepwell[otel]'"
+_MISSING = f"spans need OpenTelemetry, which is not installed: {install('otel')}"
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -130,15 +130,11 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     have_few_heaps()
     _allow_open_files()
     began_s = time.monotonic()
-    try:
-        from stepwell.engine.building.build import open_and_build
-        from stepwell.engine.ops.guarded import by_library
-        from stepwell.server.access.principals import Principals
-        from stepwell.server.running import ModelServer, address_of, bind
-    except ModuleNotFoundError as error:
-        if (error.name or "stepwell").split(".")[0] == "stepwell":
-            raise
-        raise ConfigError(f"serving needs {error.name}, which is not installed: pip install 'stepwell[serve]'") from None
+    from stepwell.engine.building.build import open_and_build
+    from stepwell.engine.ops.guarded import by_library
+    from stepwell.server.access.principals import Principals
+    from stepwell.server.running import ModelServer, address_of, bind
+
     log.info("start: importing libraries took %.1f s", time.monotonic() - began_s)
     _check_limits(args)
     offered = answer_options.read(args)
@@ -306,4 +302,4 @@ def _warnings(host: str, keys: Secrets, tenants: TenantsFile) -> list[tuple[str,
     return [("warning", each) for each in found]
 
 
-COMMAND = Command(name="serve", summary="Serve a model over HTTP, as OpenAI's clients speak it.", configure=configure, run=run)
+COMMAND = Command(name="serve", summary="serve a model over HTTP, with OpenAI's API", configure=configure, run=run, extra="serve")

@@ -30,7 +30,7 @@ except OSError as error:
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     """`Popen(command, **options)`, killed when this process ends. Its id is that of the command. From any thread."""
     become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid())] if sys.platform == "linux" else []
-    return _starter().submit(subprocess.Popen, [*become, *command], **options).result()
+    return _starter().submit(lambda: subprocess.Popen([*become, *command], **options)).result()
 
 
 @cache

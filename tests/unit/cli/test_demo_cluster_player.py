@@ -10,8 +10,10 @@ import pytest
 from stepwell.base.errors import StepwellError
 from stepwell.cli.demo.script import turns
 from stepwell.cli.demo.server import Reply
+from stepwell.cli.demo_cluster import command
 from stepwell.cli.demo_cluster.command import _Player
 from stepwell.cli.demo_cluster.parts import Cluster
+from stepwell.cli.main import main
 
 FIRST, SECOND = turns(1)
 
@@ -66,3 +68,12 @@ def test_any_other_turn_is_asked_once() -> None:
     with pytest.raises(OSError, match="nobody"):
         made.ask(FIRST, [])
     assert made.answered == []
+
+
+def test_a_missing_library_is_named_before_a_router_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "why_not", lambda: "libibverbs.so.1 is missing")
+    assert main(["demo-cluster", "--router", "/no/router"]) == 2
+    said = capsys.readouterr().err
+    assert "libibverbs.so.1 is missing" in said and "router" not in said

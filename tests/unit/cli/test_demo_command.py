@@ -29,6 +29,7 @@ def test_the_second_life_resumes_from_what_the_first_had_stored_when_it_was_kill
             assert reply["device"] + reply["host"] + reply["store"] + reply["computed"] == reply["prompt_tokens"]
     assert picture.read_text().count("<rect") > 3 * len(rows)
     said = capsys.readouterr().out  # not a terminal: a line for every step
+    assert "Asha: How far down is the water" in said and "median time to the first word" in said
     for life in ("first life", "cold", "second life"):
         assert f"{life}: " in said and all(f"{life} {number}/4: " in said for number in range(1, 5))
 

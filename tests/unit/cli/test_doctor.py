@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.base.meters import ManualClock, SystemClock
 from stepwell.cli.doctor import command, libraries, machine, stores
 from stepwell.cli.doctor.finding import Finding, Health, broken, fine
@@ -157,10 +158,10 @@ def test_a_mooncake_master_is_asked_for(master: str, monkeypatch: pytest.MonkeyP
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "_version", lambda name: None if name in ("fastapi", "pyzmq", "opentelemetry-sdk") else "1.0")
     found = {each.check: each for each in libraries.packages()}
-    assert found["serve"].health is Health.BROKEN and found["serve"].change == "pip install 'stepwell[serve]'"
+    assert found["serve"].health is Health.BROKEN and found["serve"].change == install("serve")
     assert found["serve"].found == "not installed: fastapi"
     assert found["events"].health is Health.SLOW and found["guided"].health is Health.FINE
-    assert found["otel"].change == "pip install 'stepwell[otel]'"
+    assert found["otel"].change == install("otel")
 
 
 def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +175,7 @@ def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytes
 def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stepwell.engine.building.gpus", None)
     (found,) = libraries.gpu()
-    assert found.health is Health.BROKEN and found.change == "pip install 'stepwell[serve]'"
+    assert found.health is Health.BROKEN and found.change == install("serve")
 
 
 def test_this_machine_is_examined_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 import pytest
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.cli import kv_events
 from waiting import PATIENCE_S
 
@@ -49,4 +50,4 @@ from stepwell.cli.main import main
 sys.exit(main(["serve", "--model", "random-hybrid", "--port", "0", "--kv-events", "tcp://127.0.0.1:*"]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 2 and "pip install 'stepwell[events]'" in done.stderr, done.stderr
+    assert done.returncode == 2 and install("events") in done.stderr, done.stderr

@@ -88,19 +88,6 @@ assert Ring.most < 25_000, Ring.most
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("missing", ["torch", "fastapi"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(missing: str) -> None:
-    code = f"""
-import sys
-sys.modules[{missing!r}] = None
-from stepwell.cli.main import main
-from stepwell.store.registry import open_store
-sys.exit(main(["serve", "--model", "random-hybrid"]))
-"""
-    done = python(code)
-    assert done.returncode == 2 and missing in done.stderr and "pip install 'stepwell[serve]'" in done.stderr
-
-
 def test_the_end_of_a_prefix_is_computed_only_where_that_was_asked_for() -> None:
     assert not engine_options.read(parsed(), {}).compute_while_loading
     assert engine_options.read(parsed("--compute-while-loading"), {}).compute_while_loading

@@ -80,6 +80,8 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     if args.turns < 1 or args.answer < 2:
         raise ConfigError(f"the demo needs at least one turn and two tokens, got {args.turns} and {args.answer}")
+    if not args.this_network and why_not():  # first: a router takes a download, and is of no use without these
+        raise ConfigError(f"{why_not()}; with --this-network it runs without, and its ports are open to everybody meanwhile")
     smg = find_smg(args.router)
     if not args.this_network:
         return _run_inside(args, smg)
@@ -90,7 +92,7 @@ def _run(args: Namespace) -> int:
     with TemporaryDirectory(prefix="stepwell-demo-") as directory:
         rows = _play(model, args.turns, args.answer, smg, Path(directory))
     _show(console, model, rows)
-    console.print(f"{time.monotonic() - started:.0f} s")
+    console.print(f"the demo took {time.monotonic() - started:.0f} s")
     if args.json is not None:
         args.json.write_text(json.dumps({"model": model, "turns": [_document(row) for row in rows]}, indent=1) + "\n")
     return 0 if all(row.identical for row in rows) else 1
@@ -98,8 +100,6 @@ def _run(args: Namespace) -> int:
 
 def _run_inside(args: Namespace, smg: str) -> int:
     """The same command in a private network. Ctrl-C reaches it too, and it is waited for while it cleans up."""
-    if why_not():
-        raise ConfigError(f"{why_not()}; with --this-network it runs without, and its ports are open to everybody meanwhile")
     again = ["--turns", str(args.turns), "--answer", str(args.answer), "--router", smg, "--this-network"]
     again += [each for name in ("model", "json") if getattr(args, name) for each in (f"--{name}", str(getattr(args, name)))]
     with start_child(inside([sys.executable, "-m", "stepwell", COMMAND.name, *again])) as process:
@@ -232,4 +232,5 @@ COMMAND = Command(
     summary="prefill and decode servers behind a router, over one Mooncake cluster: kill one in an answer, and compare them all",
     configure=_configure,
     run=_run,
+    extra="serve,mooncake",
 )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stepwell.base.errors import ConfigError, StepwellError
+from stepwell.base.extras import install
 from stepwell.cli.demo.server import START_S, Chat, Server, fetch, serving
 from stepwell.jobs.children import start_child
 
@@ -77,7 +78,7 @@ def mooncake_master(log: Path) -> Iterator[str]:
     port, metrics_port = _free_ports(2)
     program = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or shutil.which("mooncake_master")
     if program is None:
-        raise ConfigError("Mooncake is not installed: pip install 'stepwell[mooncake]'")
+        raise ConfigError(f"Mooncake is not installed: {install('mooncake')}")
     command = [
         program, f"--rpc_address={LOCAL}", f"--rpc_port={port}", f"--metrics_host={LOCAL}", f"--metrics_port={metrics_port}",
         "--logtostderr=true", "--default_kv_lease_ttl=60000",

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 
+from stepwell.base.extras import install
+
 HOST = "192.0.2.1"  # an address for documentation: no real one is hidden
 _CARDS = (
     "ip link set lo up && { ip link add d0 type veth peer name d1 && ip link set d1 up || ip link add d0 type dummy; } "
@@ -36,7 +38,8 @@ def why_not() -> str:
             return f"there is no program {program!r} here ({_PACKAGES})"
     loaded = _run([sys.executable, "-c", "import mooncake.store"])
     if loaded.returncode:
-        return f"Mooncake's wheel does not load ({_last(loaded)}; pip install 'stepwell[mooncake]', {_PACKAGES})"
+        how = install("mooncake") if "ModuleNotFoundError" in loaded.stderr else _PACKAGES
+        return f"Mooncake's wheel does not load ({_last(loaded)}; {how})"
     return "" if _way() else f"no private network can be had ({_last(_try(_WAYS[-1]))})"
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stepwell import __version__
+from stepwell.base.extras import install
 from stepwell.cli.doctor.finding import Finding, broken, fine, slow
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -34,7 +35,7 @@ def packages() -> Iterator[Finding]:
             yield fine(extra, _listed(there))
             continue
         say = broken if extra == "serve" else slow
-        yield say(extra, f"not installed: {', '.join(missing)}", f"pip install 'stepwell[{extra}]'")
+        yield say(extra, f"not installed: {', '.join(missing)}", install(extra))
 
 
 def gpu(root: Path = Path("/")) -> Iterator[Finding]:
@@ -43,7 +44,7 @@ def gpu(root: Path = Path("/")) -> Iterator[Finding]:
     try:
         from stepwell.engine.building.gpus import gpus
     except (ImportError, OSError) as error:  # a package is missing, or a library that one is linked with
-        yield broken("CUDA", f"torch cannot be asked: {error}", "pip install 'stepwell[serve]'")
+        yield broken("CUDA", f"torch cannot be asked: {error}", install("serve"))
         return
     seen = gpus()
     if not seen.names:
@@ -63,7 +64,7 @@ def _kernels() -> Finding:
     if shutil.which("nvcc") is None and find_spec("flashinfer_jit_cache") is None:
         missing.append("nvcc")
     if missing:
-        change = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
+        change = f"{install('cuda')}, and have CUDA's compiler (nvcc) on the path"
         return slow("kernels", f"not there: {', '.join(missing)}; plain torch runs in their place", change)
     return fine("kernels", _listed({name: number or "?" for name, number in found.items()}))
 

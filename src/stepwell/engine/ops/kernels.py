@@ -33,6 +33,7 @@ from typing import Any, Protocol
 import torch
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
 from stepwell.engine.ops.compression import AttendShared, attend_shared
@@ -58,7 +59,7 @@ OPERATIONS = (
     "delta runs", "drawing", "tokens", "numbers",
 )  # fmt: skip
 _FAST_DTYPES = (torch.bfloat16, torch.float16)
-_INSTALL = "pip install 'stepwell[cuda]', and have CUDA's compiler (nvcc) on the path"
+_INSTALL = f"{install('cuda')}, and have CUDA's compiler (nvcc) on the path"
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ KEPT_BYTES = 128 << 20  # of compiled grammars that are kept
 _BASE_BYTES, _BYTES_PER_CHARACTER = 64 << 10, 64  # of one, at most: measured with schemas, choices and regexes of up to 64 Ki
 _LONG_S = 1.0  # of the start, that the log explains
 _TRIAL_S = 30.0  # for what has its CPU time bounded, on a machine that is busy
-NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'stepwell[guided]'"
+NEEDS_EXTRA = "guided output needs llguidance, which is not installed on the server: pip install 'llguidance>=1.7'"
 
 _NOTHING_FITS = "NoExtensionBias"  # the library's word for it
 _ENDLESS = 'no answer can begin, for it refers to nothing but itself, as {"$ref": "#"} does'

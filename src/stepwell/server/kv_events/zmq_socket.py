@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.extras import install
 from stepwell.base.prompt import unpack
 from stepwell.server.kv_events.messages import BlockRemoved, BlockStored, Message
 
@@ -63,7 +64,7 @@ class ZmqEvents:
             import msgspec
             import zmq
         except ModuleNotFoundError as error:
-            raise ConfigError(f"KV events need {error.name}, which is not installed: pip install 'stepwell[events]'") from None
+            raise ConfigError(f"KV events need {error.name}, which is not installed: {install('events')}") from None
         self._zmq = zmq
         self._encode = msgspec.msgpack.Encoder().encode
         self._topic = addresses.topic.encode()

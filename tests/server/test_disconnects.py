@@ -115,6 +115,7 @@ def test_while_answers_finish_new_requests_are_sent_elsewhere() -> None:
         for path in ("/v1/models", "/ready"):
             refused = httpx.get(made.address + path)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+            assert int(refused.headers["Retry-After"]) > 0, "clients try again by it"
         counted = 'stepwell_http_errors_total{status="503"} 2.0'
         assert counted in httpx.get(f"{made.address}/metrics").text  # which still tells
         held.let_go()

@@ -57,7 +57,7 @@ export function sources(history) {
   const width = Math.max(Math.min(byId("sources").clientWidth || 800, 1100), 300);
   const names = Object.fromEntries(SOURCES.map((source) => [source, source]));
   return fill("sources", el("p", { class: "key" }, ...key(names)), sourcesChart(history, width), note(
-    `Share of prompt tokens by where they came from, of answers that ended in the last ${spanOf(history) / 60} minutes; `
+    `Share of prompt tokens by where they came from, over the last ${spanOf(history) / 60} minutes; `
     + "below, prompt tokens in each column."));
 }
 

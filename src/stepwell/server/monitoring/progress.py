@@ -70,8 +70,7 @@ class Progress:
         seen = self._known(delta.request, ask.tenant)
         self._output[ask.tenant] += len(delta.tokens)
         if delta.tokens and not seen.answers:
-            seen.answers = True
-            self._metrics.first_token(self._first_token_s(delta))
+            self._look_at_first_token(seen, delta.request)
         if delta.finish is not None:
             self._ended(seen, delta)
             del self._seen[delta.request]
@@ -111,6 +110,8 @@ class Progress:
             self._count(seen, usage.sources, computed=usage.sources.computed)
             if not seen.begun:
                 self._metrics.began(usage.queued_s)
+            if not seen.answers:
+                self._metrics.first_token(usage.first_token_s)
         self._metrics.ended(delta, seen.tenant)
 
     def _count(self, seen: _Seen, sources: Sources, *, computed: int) -> None:
@@ -123,9 +124,9 @@ class Progress:
                 self.totals.prompt[source] += new
                 self._metrics.prompt(new, source, seen.tenant)
 
-    def _first_token_s(self, delta: Delta) -> float:
-        if delta.usage is not None:
-            return delta.usage.first_token_s
-        request = self._scheduler.active.get(delta.request) or self._scheduler.waiting[delta.request]  # if it was put back
-        assert request.first_token_s is not None, f"{request} has a token, and no time of its first"
-        return request.first_token_s - request.arrived_s
+    def _look_at_first_token(self, seen: _Seen, number: int) -> None:
+        """A request that has ended within the step says so in its last delta."""
+        request = self._scheduler.active.get(number) or self._scheduler.waiting.get(number)  # if it was put back
+        if request is not None and request.first_token_s is not None:
+            seen.answers = True
+            self._metrics.first_token(request.first_token_s - request.arrived_s)

@@ -184,35 +184,6 @@ def test_a_request_that_is_aborted_while_it_loads_leaves_nothing_behind(make: Ma
     assert computed_by(engine, prompt) < 15
 
 
-@pytest.mark.parametrize("with_store", [False, True])
-def test_after_a_reset_nothing_from_before_is_found(make: Make, tmp_path: Path, with_store: bool) -> None:
-    """Weights may have changed: by what is in memory, by the store, by requests that run or wait, and by a second reset."""
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"} if with_store else {}
-    engine, prompt = make(**store), text(1, 45)
-    for salt in (None, "a"):
-        computed_by(engine, prompt, cache_salt=salt)
-    for _ in range(2):
-        assert computed_by(engine, prompt) <= 9
-        assert engine.connector.reset_cache() is True
-        for salt in (None, "a"):
-            assert computed_by(engine, prompt, cache_salt=salt) == 49
-    assert computed_by(engine, prompt) <= 9
-    running = engine.submit(text(2, 45))
-    while running.status != "running":
-        engine.step()
-    waiting = engine.submit(prompt)
-    before = engine.computed
-    assert engine.connector.reset_cache() is True
-    engine.run()
-    assert waiting.loaded == 0 and engine.computed - before == 49 + 49 - 8
-    assert computed_by(engine, text(2, 45)) == 49, "what was begun with the old weights is not offered"
-    engine.close()
-    if with_store:
-        second = make(**store)
-        assert computed_by(second, prompt) <= 9, "from before the first reset, by the weights on disk"
-        assert computed_by(second, text(2, 45)) == 49
-
-
 def test_a_store_that_hangs_is_not_stepped_for_forever(make: Make) -> None:
     go_on = Event()
 

@@ -49,6 +49,17 @@ class LateCopies(ScriptedExecutor):
         LateCopies.made.append(self)
 
 
+class ToyModel(torch.nn.Module):
+    """What one rank computes with: what its layers write follows from `head`, which is no part of them."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Module() for _ in names)
+        self.named = dict(zip(names, self.layers, strict=True))
+        self.head = torch.nn.Parameter(torch.zeros(5))
+        self.register_buffer("scale", torch.ones(()))
+
+
 @dataclass
 class Block:
     block_id: int
@@ -142,9 +153,13 @@ class ToyEngine:
         self.kv = SimpleNamespace(kv_cache_groups=self.groups, num_blocks=blocks, kv_cache_layout="toy")
         settings = {"host_memory": "1MiB", "audit": True, "answer_interval_tokens": 8} | extra
         engine_id = f"toy {next(_numbers)}"
-        make = lambda role, rank: connector_class(  # noqa: E731
-            vllm.config(extra=settings, ranks=ranks, rank=rank, engine_id=engine_id, events=events), role, self.kv
-        )
+        self.models = [ToyModel([name for group in self.groups for name in group.layer_names]) for _ in range(ranks)]
+
+        def make(role: Any, rank: int) -> Any:
+            layers = self.models[rank].named
+            config = vllm.config(extra=settings, ranks=ranks, rank=rank, engine_id=engine_id, events=events, layers=layers)
+            return connector_class(config, role, self.kv)
+
         self.memory = [self._tensors(blocks, device) for _ in range(ranks)]
         self.workers = [make(vllm.KVConnectorRole.WORKER, rank) for rank in range(ranks)]
         for worker, tensors in zip(self.workers, self.memory, strict=True):
@@ -212,6 +227,17 @@ class ToyEngine:
             if not late or self.computed == before:  # those that run may wait for saves to give blocks back
                 self.finish_copies()
         raise AssertionError("it never ends")
+
+    def load_weights(self, value: float, *, rank: int = 0) -> None:
+        """One rank's weights are others from now on."""
+        self.models[rank].head.data[-1] = value
+
+    def pause(self) -> None:
+        """As vLLM does before `sleep` and changes of weights. Nothing may run."""
+        assert not self.running and not self.loading
+        module = {"__name__": "vllm.v1.engine.core", "connector": self.connector}
+        exec("def _reset_caches():\n    assert connector.reset_cache() is not False", module)
+        module["_reset_caches"]()
 
     def finish_copies(self) -> None:
         for copies in self.copies:
@@ -412,7 +438,8 @@ class ToyEngine:
         for rank, tensors in enumerate(self.memory):
             for group, table in zip(self.groups, request.tables, strict=True):
                 for name in group.layer_names:
-                    self._run_layer(tensors[name], group, table, f"{rank} {name}", inputs, since, upto)
+                    weights = f"{rank} {self.models[rank].head[-1].item():g} {name}"
+                    self._run_layer(tensors[name], group, table, weights, inputs, since, upto)
 
     def _run_layer(
         self, tensor: torch.Tensor, group: Any, table: list[int], name: str, tokens: list[int], since: int, upto: int

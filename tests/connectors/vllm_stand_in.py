@@ -333,9 +333,9 @@ def install() -> None:
 
 def config(
     *, extra: dict[str, Any], ranks: int = 1, rank: int = 0, engine_id: str = "toy", policy: str = "recompute",
-    events: bool = False, role: str = "kv_both",
+    events: bool = False, role: str = "kv_both", layers: dict[str, Any] | None = None,
 ) -> Any:  # fmt: skip
-    """What vLLM's configuration says of a toy model."""
+    """What vLLM's configuration says of a toy model. `layers` are the modules of its layers, by name."""
     hf_config = SimpleNamespace(to_json_string=lambda: "{}", _commit_hash="toy weights")
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
@@ -355,4 +355,5 @@ def config(
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         additional_config={},
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
     )  # fmt: skip

@@ -27,6 +27,7 @@ MEMBERS = [
 ]
 
 OTHERS = ("handle_preemptions", "finish_forward")  # hooks of one runner that the connector leaves as they are
+LATER = ("supports_sleep_mode",)  # which vLLM calls from 0.33 on
 
 
 @pytest.mark.parametrize(("stand_in", "module", "member"), MEMBERS)
@@ -115,9 +116,23 @@ def test_the_connector_overrides_only_what_vllm_calls() -> None:
     from stepwell.connectors.vllm import StepwellConnector
 
     for name, method in vars(StepwellConnector).items():
+        if name in LATER and not hasattr(KVConnectorBase_V1, name):
+            continue
         if isinstance(method, types.FunctionType | classmethod) and not name.startswith("_"):
             base, ours = getattr(KVConnectorBase_V1, name, None) or getattr(SupportsHMA, name), getattr(StepwellConnector, name)
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(base).parameters), name
+
+
+def test_a_pause_resets_the_connector_through_the_function_that_tells_it_from_an_explicit_reset() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from stepwell.connectors.vllm import connector
+
+    resets = getattr(EngineCore, connector.PAUSE)
+    assert resets.__code__.co_name == connector.PAUSE and resets.__globals__["__name__"].startswith("vllm.")
+    source = inspect.getsource(EngineCore)
+    assert source.count(f"self.{connector.PAUSE}(") >= 2 and "reset_connector=reset_connector" in inspect.getsource(resets)
+    assert connector.PAUSE not in inspect.getsource(EngineCore.reset_prefix_cache)
 
 
 def test_both_model_runners_call_a_connector_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@
     commits.py           what a step computes, offered to the cache
     requests.py          vLLM's requests as that side sees them; which of them are not cached, and why
     request_tokens.py    their tokens, with media told apart by content and position
+    weights.py           which weights a worker holds now, as a digest
+    doubts.py            whether they are known: asked after a reset, answered by every rank
     worker_side.py       copies between vLLM's blocks and host memory, on every rank; decides nothing
     orders.py            what travels between the two
     groups.py            vLLM's KV cache groups as states of a model, and its block tables as names of pages

@@ -29,15 +29,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from stepwell.base.ids import Tier
 from stepwell.connectors.vllm.assembly import Assembly
 from stepwell.connectors.vllm.block_events import BlockEvents
+from stepwell.connectors.vllm.doubts import Held, Weights
 from stepwell.connectors.vllm.engine_config import check_engine, groups_of, publishes_events
 from stepwell.connectors.vllm.metrics import Meter, StepwellPromMetrics, StepwellStats
+from stepwell.connectors.vllm.orders import WeightsAnswer
 from stepwell.connectors.vllm.page_names import PageNames
 from stepwell.connectors.vllm.requests import Requests, told
 from stepwell.connectors.vllm.scheduler_side import ended_in
 from stepwell.connectors.vllm.settings import read_settings
 from stepwell.connectors.vllm.step_metadata import StepMetadata, WorkerAnswers
+from stepwell.connectors.vllm.weights import WeightsNow
 from stepwell.connectors.vllm.worker_side import Ended, WorkerSide
 
+PAUSE = "_reset_caches"  # of vLLM's EngineCore, called by all that pause it
 HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: CacheHitSource.DISK}
 
 
@@ -57,6 +61,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )  # fmt: skip
         self._worker: WorkerSide | None = None
         self._computed_step = 0
+        self._weights: WeightsNow | None = None
+        self._weights_answer: dict[int, WeightsAnswer] = {}
         self._ended = Ended(answers={}, loaded=frozenset(), failed=frozenset())
         if role is KVConnectorRole.SCHEDULER:
             self._start_scheduler_side(hash_tokens)
@@ -64,6 +70,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_scheduler_side(self, hash_tokens: int) -> None:
         self._shared = self._assembly.open_shared()
         self._scheduler, self._store = self._assembly.scheduler_side(self._shared)
+        self._model = self._scheduler.cache.namespace.model  # with the weights of the start
         cache, groups = self._scheduler.cache, self._assembly.groups
         self._requests = Requests(
             cache.namespace, explains=self._assembly.settings.explain, page_tokens=self._assembly.page_tokens,
@@ -114,12 +121,16 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             step=self._scheduler.num_steps,
             loads=[order for order in orders if order.request is not None],
             saves=[order for order in orders if order.request is None],
+            weights_question=self._scheduler.weights_question(),
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, WorkerAnswers):
             self._scheduler.answered(said.answers, step=said.step)
+            weights = self._scheduler.weights_named(said.weights)
+            if weights is not None:
+                self._go_on_with(weights)
 
     def get_kv_connector_stats(self) -> StepwellStats | None:
         return self._meter.take(self._scheduler.take_loaded()) if self._role is KVConnectorRole.SCHEDULER else None
@@ -150,16 +161,38 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         return self._scheduler.is_busy
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:
+        """vLLM 0.33 asks. With the same weights, host memory and store are found again after `wake_up`; with others they are not.
+        vLLM's blocks keep their addresses, and no copy is in flight while it sleeps: it refuses to pause while blocks are pinned.
+        """
+        return True
+
     def reset_cache(self) -> bool:
-        """The weights may be others from now on: nothing cached or stored before is found again."""
-        model = f"{self._scheduler.cache.namespace.model} since reset {token_hex(16)}"
-        self._requests.rename_model(model)
-        self._scheduler.reset(model=model)
+        """Weights may be others from now on: workers say which they hold before the next request is looked up. A pause, and so
+        `sleep`, keeps what is cached; `reset_prefix_cache(reset_connector=True)` empties host memory.
+        """
+        self._scheduler.doubt_weights(keeps_contents=_is_pausing())
+        self._tell_of_requests(forgets=True)
+        return True
+
+    def _go_on_with(self, weights: Weights) -> None:
+        """Workers have said which weights they hold: each has a name of its own, and what is cached under it is found again."""
+        model, unknown = self._model, weights.held is Held.UNKNOWN
+        if weights.held is Held.OTHER:
+            model = f"{model} with weights {weights.digest}"
+        elif unknown:
+            model = f"{model} since reset {token_hex(16)}"
+        is_renamed = self._requests.rename_model(model)
+        self._scheduler.rename_model(model, clears=unknown)
+        self._tell_of_requests(forgets=is_renamed)
+
+    def _tell_of_requests(self, *, forgets: bool) -> None:
         if self._events is not None:
-            self._events.reset()
+            if forgets:
+                self._events.reset()
             for request in self._requests:
                 self._events.arrived(request, self._scheduler.seen(request.request_id))
-        return True
 
     # ---- a worker's side ----------------------------------------------------------------------------
 
@@ -168,13 +201,20 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tensors = {
             name: group_kernel_blocks(kv_caches[name], config.num_blocks) for group in assembly.groups for name in group.layers
         }
+        modules = self._vllm_config.compilation_config.static_forward_context
+        self._weights = WeightsNow(modules[name] for name in tensors if name in modules)
         self._worker = WorkerSide(
             assembly.groups, assembly.host_spec, tensors,
             host_bytes=assembly.host_bytes, name=assembly.shared_name(self._vllm_config.parallel_config.rank),
         )  # fmt: skip
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._side().start(self._metadata().loads)
+        metadata = self._metadata()
+        self._side().start(metadata.loads)
+        if metadata.weights_question:
+            assert self._weights is not None, "no KV caches were registered"
+            rank = int(self._vllm_config.parallel_config.rank)
+            self._weights_answer[rank] = (metadata.weights_question, self._weights.name())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass  # loads run between steps
@@ -196,7 +236,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorTransferResults(finished_recving=set(ended.loaded), failed_recving=set(ended.failed))
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return WorkerAnswers(self._ended.answers, self._computed_step)
+        weights, self._weights_answer = self._weights_answer, {}
+        return WorkerAnswers(self._ended.answers, self._computed_step, weights)
 
     # ---- both ---------------------------------------------------------------------------------------
 
@@ -224,6 +265,18 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata), f"metadata of {type(metadata).__name__}"
         return metadata
+
+
+def _is_pausing() -> bool:
+    """Whether vLLM pauses, as it does for `sleep` and changes of weights. It calls `reset_cache` then as it does for an explicit
+    reset: only its own function on the stack tells the two apart.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == PAUSE and frame.f_globals.get("__name__", "").startswith("vllm."):
+            return True
+    return False
 
 
 class _Pool:

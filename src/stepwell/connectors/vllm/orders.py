@@ -21,6 +21,7 @@ from stepwell.base.tasks import Completion, Plan
 WAITING_STEP_S = 0.001  # as long as vLLM's own loop sleeps
 
 Answers = dict[int, tuple[int, str | None]]  # by job: how many ranks have answered, and the first thing that went wrong
+WeightsAnswer = tuple[int, str | None]  # the question's number, and the name of a rank's weights: see `weights.py`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

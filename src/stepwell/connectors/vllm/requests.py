@@ -62,9 +62,11 @@ class Requests:
     def remove(self, request: Any) -> None:
         self._open.pop(request.request_id, None)
 
-    def rename_model(self, model: str) -> None:
-        """Weights may be others from now on."""
+    def rename_model(self, model: str) -> bool:
+        """Requests from now on are of this model. True if its name is another one than before."""
+        is_other = self._base.model != model
         self._base = replace(self._base, model=model)
+        return is_other
 
     def _namespace(self, request: Any) -> tuple[Namespace | None, str | None]:
         """Who may share what is cached of a request; None, with the reason, where nothing of it may be cached."""

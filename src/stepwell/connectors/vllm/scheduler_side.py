@@ -27,8 +27,9 @@ from stepwell.cache.explain import Explanation
 from stepwell.cache.facade import Cache
 from stepwell.cache.question import Question
 from stepwell.connectors.vllm.commits import Commits, Computing
+from stepwell.connectors.vllm.doubts import WeightDoubts, Weights
 from stepwell.connectors.vllm.groups import Names, Table
-from stepwell.connectors.vllm.orders import Answers, Order, Pace, StepOrders, blocks_of
+from stepwell.connectors.vllm.orders import Answers, Order, Pace, StepOrders, WeightsAnswer, blocks_of
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._loaded: Counter[Tier] = Counter()
         self._pinned: dict[JobId, list[int]] = {}
         self._step: tuple[float, list[tuple[int, int]]] | None = None  # when the step under way began, and what it computes
+        self._doubts = WeightDoubts()
         self._pace = Pace(clock)
 
     def bind(self, blocks: Blocks) -> None:
@@ -94,15 +96,12 @@ class SchedulerSide:
         is the engine's to refuse or to compute; nothing of it is cached.
         """
         self._seen[request] = seen
-        if seen.namespace is None:
+        if seen.namespace is None or self._doubts.open:
             return
-        if not seen.asks_why:
-            self._may_be_looked_up(seen)
-            return
-        try:
+        if seen.asks_why:
             self._ask(seen)  # before anything is brought up for it
-        except BadTokens:
-            seen.namespace = None
+        else:
+            self._may_be_looked_up(seen)
 
     def found(self, request: str, local_tokens: int) -> int | None:
         """How many tokens after the engine's own `local_tokens` can be loaded; None: not known yet, ask again."""
@@ -111,6 +110,9 @@ class SchedulerSide:
         if seen.namespace is None or local_tokens % page_tokens:
             return 0
         self.cache.step()
+        if self._doubts.open:
+            self._doubts.wanted = True
+            return None
         if seen.question is not None:
             if not seen.question.ready:
                 return None
@@ -212,19 +214,39 @@ class SchedulerSide:
             self._let_go(seen)
         return seen
 
-    def reset(self, *, model: str) -> None:
-        """Forgets everything: requests go on under the new name of the model. Those that run publish nothing more before they
-        start over, and those that wait look up again.
+    def doubt_weights(self, *, keeps_contents: bool) -> None:
+        """Weights may be others from now on. Requests that run publish nothing more before they start over; others are looked up
+        when workers have said which weights they hold. Without `keeps_contents` host memory is emptied; a store is not.
         """
-        known = {seen.namespace for seen in self._seen.values() if seen.namespace is not None}
-        for namespace in {self.cache.namespace, *self.cache.namespaces, *known}:
-            self.cache.clear(namespace=namespace)
+        self._doubts.begin()
+        for seen in self._seen.values():
+            if not seen.started:
+                self._let_go(seen)
+            elif seen.lease is not None:
+                seen.lease.publishes = False
+        if not keeps_contents:
+            self.cache.flush()
+
+    def weights_question(self) -> int:
+        """The number of a question that the workers must be asked with this step; 0 for none. Asked once a request waits for it:
+        memory of an engine that sleeps cannot be read.
+        """
+        return self._doubts.question()
+
+    def weights_named(self, answers: Mapping[int, WeightsAnswer]) -> Weights | None:
+        """What ranks say of their weights; the answer of all ranks together, once."""
+        return self._doubts.answered(answers, self._orders.num_ranks)
+
+    def rename_model(self, model: str, *, clears: bool) -> None:
+        """Requests go on under this name. With `clears` nothing that is cached so far is found again by this process."""
+        if clears:
+            known = {seen.namespace for seen in self._seen.values() if seen.namespace is not None}
+            for namespace in {self.cache.namespace, *self.cache.namespaces, *known}:
+                self.cache.clear(namespace=namespace)
         for seen in self._seen.values():
             if seen.namespace is not None:
                 seen.namespace = replace(seen.namespace, model=model)
-            if not seen.started:
-                self._let_go(seen)
-                if seen.namespace is not None and seen.asks_why and seen.explanation is None:
+                if not seen.started and seen.asks_why and seen.explanation is None:
                     self._ask(seen)
 
     @property
@@ -250,7 +272,10 @@ class SchedulerSide:
     def _ask(self, seen: Seen) -> None:
         assert seen.namespace is not None
         tokens = seen.tokens(0)
-        seen.question = self.cache.question(tokens, namespace=seen.namespace, limit_tokens=self._most(tokens))
+        try:
+            seen.question = self.cache.question(tokens, namespace=seen.namespace, limit_tokens=self._most(tokens))
+        except BadTokens:
+            seen.namespace = None
 
     def _look_up(self, seen: Seen) -> None:
         assert seen.namespace is not None

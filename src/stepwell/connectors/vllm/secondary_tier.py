@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable
 from functools import wraps
 from secrets import token_hex
 from threading import RLock
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
 
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -93,12 +93,11 @@ def _told(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
 def _locked(method: Callable[Concatenate[StepwellTier, P], R]) -> Callable[Concatenate[StepwellTier, P], R]:
     """One thread at a time; the store works on threads of its own and takes no such lock."""
 
-    @wraps(method)
-    def call(self: StepwellTier, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: StepwellTier, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return call
+    return cast("Callable[Concatenate[StepwellTier, P], R]", wraps(method)(call))
 
 
 class StepwellTier(SecondaryTierManager):  # type: ignore[misc]

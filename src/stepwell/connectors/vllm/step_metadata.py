@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from stepwell.connectors.vllm.orders import Answers, Order, merged
+from stepwell.connectors.vllm.orders import Answers, Order, WeightsAnswer, merged
 
 
 @dataclass
@@ -16,6 +16,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     step: int = 0
     loads: list[Order] = field(default_factory=list)
     saves: list[Order] = field(default_factory=list)
+    weights_question: int = 0  # its number, where workers are asked which weights they hold
 
 
 @dataclass
@@ -24,7 +25,9 @@ class WorkerAnswers(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     answers: Answers
     step: int  # the last one that was computed
+    weights: dict[int, WeightsAnswer] = field(default_factory=dict)  # by rank
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, WorkerAnswers), f"answers of {type(other).__name__}"
-        return WorkerAnswers(merged(self.answers, other.answers), min(self.step, other.step))
+        step = min(self.step, other.step)
+        return WorkerAnswers(merged(self.answers, other.answers), step, self.weights | other.weights)

@@ -6,7 +6,10 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from threading import Event
 from typing import Protocol
+
+MANUAL_WAIT_S = 0.0005  # of the machine's time, that other threads have before a manual clock moves on
 
 
 class Clock(Protocol):
@@ -16,6 +19,10 @@ class Clock(Protocol):
 
     def sleep(self, seconds: float) -> None:
         """Lets so much time pass."""
+        ...
+
+    def wait(self, event: Event, seconds: float) -> None:
+        """Lets so much time pass, or less: until the event is set, which another thread may do."""
         ...
 
     def wall_s(self, at_s: float) -> float:
@@ -32,6 +39,9 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def wait(self, event: Event, seconds: float) -> None:
+        event.wait(seconds)
+
     def wall_s(self, at_s: float) -> float:
         return time.time() - (time.monotonic() - at_s)
 
@@ -47,6 +57,10 @@ class ManualClock:
 
     def sleep(self, seconds: float) -> None:
         self.advance(seconds)
+
+    def wait(self, event: Event, seconds: float) -> None:
+        if not event.wait(MANUAL_WAIT_S):
+            self.advance(seconds)
 
     def wall_s(self, at_s: float) -> float:
         return at_s  # it began in 1970, so that the same calls say the same

@@ -15,6 +15,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds
 from stepwell.cache.facade import Cache
 from stepwell.jobs.executors import Arrivals, CopyExecutor, ThreadCopyExecutor
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES, ArenaLayout, lay_out
 from stepwell.memory.row_pages import RowPages
@@ -145,12 +146,13 @@ def build_cache(
     reuse = ReuseModel(spec.page_tokens)
     value = tuning.eviction or Expected(reuse)
     tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.saves_on_eviction)
-    counters = counters or Counters()
+    counters, wakeup = counters or Counters(), Wakeup()
     state = CacheState(
         spec=spec,
         config=config,
         tree=tree,
-        copies=CopyJobs(tree, executor, counters, clock, arrivals=arrivals),
+        copies=CopyJobs(tree, executor, counters, clock, wakeup, arrivals=arrivals),
+        wakeup=wakeup,
         counters=counters,
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),

@@ -13,7 +13,7 @@ came of it is applied in `step` alone. What changes nothing is in `read_only.py`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
@@ -42,9 +42,6 @@ from stepwell.tree.feed import MOST_PAGES, EventFeed
 from stepwell.tree.match import Match
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear, lose_device
-
-POLL_S = 0.0005  # between two steps of `wait`
-ARRIVING_POLL_S = 0.00005  # the same of `wait_arriving`: the pass and the copies it waits for end together
 
 
 class Cache(ReadOnlyCache):
@@ -219,7 +216,7 @@ class Cache(ReadOnlyCache):
         self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING, LeaseState.FAILED)
         lease.computing_since_s = inf  # how fast prompts are computed cannot be seen from this pass
         try:
-            self._upkeep.wait(lease, inf, ARRIVING_POLL_S)
+            self._upkeep.wait(lease, inf)
         except LoadFailed:
             return False
         return True
@@ -328,7 +325,20 @@ class Cache(ReadOnlyCache):
             self._leases.must_be(held, LeaseState.READY, LeaseState.LOADING, LeaseState.FAILED)
         elif held.tree is not self._state.tree:
             raise LeaseError("this ticket belongs to another cache")
-        self._upkeep.wait(held, timeout_s, POLL_S)
+        self._upkeep.wait(held, timeout_s)
+
+    @property
+    def wakes(self) -> bool:
+        """Whether every answer wakes: else some are found by `step` alone, and it is to be called often."""
+        return not self._state.wakeup.polled
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """From now on calls `wake` whenever `step` has something to apply, on the thread that has answered: it must be quick."""
+        self._state.wakeup.listener = wake
+
+    def wake(self) -> None:
+        """Wakes whoever waits for this cache. From any thread."""
+        self._state.wakeup.set()
 
     def hand_over(self) -> None:
         """Lets another thread have the cache: the next that calls it. Called by the one that had it, when it is done."""

@@ -15,6 +15,8 @@ from stepwell.tiers.lease import Lease, Leases, LeaseState
 from stepwell.tiers.lifetime import Pins, drop_expired
 from stepwell.tiers.state import CacheState
 
+POLL_S = 0.0005  # between two steps of `wait` where some answers do not wake
+UPKEEP_S = 0.02  # between two steps of `wait` at most, for what the clock decides
 DRAIN_S = 0.02  # between two steps of `close`: what one job hangs on must not hold up the others
 
 
@@ -34,20 +36,25 @@ class Upkeep:
         self._unreported = None
         return report.after(earlier) if earlier is not None else report
 
-    def wait(self, held: Lease | Ticket, timeout_s: float, poll_s: float) -> None:
-        """Steps until a ticket or a lease is ready. Raises LoadFailed and LeaseError."""
-        clock = self._state.clock
+    def wait(self, held: Lease | Ticket, timeout_s: float) -> None:
+        """Steps until a ticket or a lease is ready, with every answer. Raises LoadFailed and LeaseError."""
+        clock, wakeup = self._state.clock, self._state.wakeup
         deadline_s = clock.now() + timeout_s
         while not held.ready:
+            wakeup.answered.clear()
             if isinstance(held, Lease) and not held.failed:
                 held.must_be(LeaseState.LOADING)
             self._unreported = self._advance().after(self._unreported or StepReport())
             if isinstance(held, Lease) and held.failed:
                 raise LoadFailed(f"{held}: bytes it needed did not arrive; release it and look the prompt up again")
             if not held.ready:
-                if clock.now() >= deadline_s:
+                if (now := clock.now()) >= deadline_s:
                     raise LeaseError(f"{held} is not ready after {timeout_s:g} s")
-                clock.sleep(poll_s)
+                until_s = min(deadline_s, held.ended_s) if isinstance(held, Ticket) and held.awaited else deadline_s
+                if wakeup.polled:
+                    clock.sleep(POLL_S)
+                else:
+                    clock.wait(wakeup.answered, min(UPKEEP_S, until_s - now))
 
     def close(self, timeout_s: float) -> bool:
         """Waits for copies and then for the store, for so long in all, and stops the workers; false when something is left."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from threading import Event
 from types import TracebackType
 from typing import Any
 
@@ -37,8 +38,8 @@ from stepwell.store.api import Store
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.0005  # between steps that only wait for copies
-UPKEEP_S = 0.02  # between steps without requests, or without ranks to compute them: backups still go on
+IDLE_S = 0.0005  # between steps that wait for copies of ranks, which wake nothing
+UPKEEP_S = 0.02  # between steps that nothing wakes: backups go on, and time limits end
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
 
 
@@ -97,6 +98,8 @@ class Engine:
         )  # fmt: skip
         self._trouble = TroubleLog(cache, self.clock)
         self._streams: dict[int, deque[Delta]] = {}
+        self._woken = Event()
+        cache.wake_by(self._on_answer)
 
     @property
     def vocab_size(self) -> int:
@@ -199,10 +202,29 @@ class Engine:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next step: 0 where it would do something."""
+        """How long to wait before the next step unless something wakes: 0 where it would do something."""
         if not self.idle:
             return 0.0
-        return IDLE_S if self.num_open and self.lost is None else UPKEEP_S
+        if not self.num_open or self.lost is not None:
+            return UPKEEP_S
+        return min(UPKEEP_S if self.cache.wakes else IDLE_S, self.scheduler.limit_in_s())
+
+    def rest(self) -> None:
+        """Waits until a step would do something: a copy or the store has answered what a request waits for, `wake` was called,
+        or `pause_s` have passed. Returns at once where a step would do something now.
+        """
+        if pause_s := self.pause_s:
+            self._woken.wait(pause_s)
+        self._woken.clear()
+
+    def wake(self) -> None:
+        """Ends `rest`, or the next one. From any thread."""
+        self._woken.set()
+
+    def _on_answer(self) -> None:
+        """On a worker's thread. Backups alone are looked after by upkeep."""
+        if self.num_open:
+            self._woken.set()
 
     @property
     def gone(self) -> bool:
@@ -260,8 +282,8 @@ class Engine:
                 for delta in self.step():  # which may be somebody else's, who streams beside this one
                     if delta.request in self._streams:
                         self._streams[delta.request].append(delta)
-                if pause_s := self.pause_s:
-                    time.sleep(pause_s)
+                if not mine:
+                    self.rest()
         finally:
             del self._streams[number]
             self.abort(number)

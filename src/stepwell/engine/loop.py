@@ -57,6 +57,7 @@ class EngineLoop:
     def stop(self) -> None:
         """Ends all requests, keeps what is to be kept, and closes the engine."""
         self._stopping = True
+        self._engine.wake()
         self._thread.join()
 
     @property
@@ -92,11 +93,8 @@ class EngineLoop:
             except BaseException as error:  # it belongs to whoever asked
                 future.set_exception(error)
 
-        with self._lock:
-            if self._open:
-                self._inbox.put(run)
-                return future
-        run(refused=_STOPPED)
+        if not self._given(run):
+            run(refused=_STOPPED)
         return future
 
     def submit(self, ask: Ask, on_delta: OnDelta) -> Future[int]:
@@ -120,9 +118,7 @@ class EngineLoop:
             if refused is None:
                 self._engine.abort(number)  # should it fail, nobody but the loop would notice
 
-        with self._lock:
-            if self._open:
-                self._inbox.put(run)
+        self._given(run)
 
     def abort_all(self) -> None:
         """Ends all requests soon."""
@@ -134,6 +130,15 @@ class EngineLoop:
         self.call(work)
 
     # ---- inside -----------------------------------------------------------------------------------
+
+    def _given(self, call: _Call) -> bool:
+        """Whether the engine's thread will take it."""
+        with self._lock:
+            if not self._open:
+                return False
+            self._inbox.put(call)
+        self._engine.wake()
+        return True
 
     def _arrived(self, submitted: Future[int]) -> None:
         with self._lock:
@@ -156,11 +161,9 @@ class EngineLoop:
             self._refuse_all(reason)
 
     def _take_calls(self) -> None:
-        """What was asked since the last pass; waits a little where a pass would do nothing."""
-        wait_s = self._engine.pause_s
+        """What was asked since the last pass. Rests first where a pass would do nothing."""
+        self._engine.rest()
         try:
-            if wait_s:
-                self._inbox.get(timeout=wait_s)()
             while True:
                 self._inbox.get_nowait()()
         except Empty:

@@ -101,6 +101,10 @@ class ThreadCopyExecutor:
     def progressed_s(self, job: JobId) -> float:
         return self._jobs.progressed_s(job)
 
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        self._jobs.wake_by(wake)
+        return True
+
     def drain(self, timeout_s: float) -> None:
         self._jobs.drain(timeout_s)
 
@@ -207,6 +211,10 @@ class ThreadStoreExecutor:
 
     def progressed_s(self, job: JobId) -> float:
         return self._jobs.progressed_s(job)
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        self._jobs.wake_by(wake)
+        return True
 
     def drain(self, timeout_s: float) -> None:
         self._jobs.drain(timeout_s)

@@ -21,6 +21,7 @@ from typing import Generic, Protocol, TypeVar
 from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.tasks import Span
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
 
@@ -57,6 +58,10 @@ class JobExecutor(Protocol[T_contra, Given]):
         """
         ...
 
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        """From now on calls `wake`, from any thread, with every new answer. False if it cannot: then it is asked often."""
+        ...
+
     def drain(self, timeout_s: float) -> None:
         """Waits until everything submitted was answered, or for so long."""
         ...
@@ -81,6 +86,9 @@ class DoneAtOnce(Generic[Given]):
 
     def progressed_s(self, job: JobId) -> float:
         return -inf
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        return False
 
     def drain(self, timeout_s: float) -> None:
         pass
@@ -112,9 +120,13 @@ class Jobs(Generic[T, A]):
     """Jobs of one executor. One thread, the cache's."""
 
     def __init__(
-        self, executor: JobExecutor[T, A], tree: Tree, clock: Clock, *, before_release: Callable[[T, A], None] | None = None
-    ) -> None:
-        """`before_release` is told of every answer, however late, before the pages of its job are let go."""
+        self, executor: JobExecutor[T, A], tree: Tree, clock: Clock, wakeup: Wakeup, *,
+        before_release: Callable[[T, A], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`wakeup` is set whenever a job is answered. `before_release` is called with every answer, however late, before the
+        pages of its job are released.
+        """
+        wakeup.polled |= not executor.wake_by(wakeup.set)
         self._executor = executor
         self._tree = tree
         self._clock = clock

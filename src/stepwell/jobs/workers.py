@@ -138,6 +138,11 @@ class RankJobs(Generic[T]):
         self._changed = Condition()
         self._jobs: dict[JobId, _Job[T]] = {}
         self._answers: deque[Answer[T]] = deque()
+        self._wake: Work = lambda: None
+
+    def wake_by(self, wake: Work) -> None:
+        """From now on calls `wake` with every answer, on the thread of the rank that was last. It must be quick."""
+        self._wake = wake
 
     def open(self, job: JobId, lines: Sequence[WorkQueue], *, called_off: T) -> None:
         """Begins to keep count of a job whose part on rank i waits in `lines[i]`. A rank that is not to begin any more
@@ -245,6 +250,7 @@ class RankJobs(Generic[T]):
             outcomes = tuple(part.outcome for part in opened.parts)
             self._answers.append(Answer(job=job, outcomes=outcomes, took_s=opened.took_s))  # type: ignore[arg-type]
             self._end(job)
+            self._wake()
 
     def _end(self, job: JobId) -> None:
         del self._jobs[job]

@@ -32,6 +32,7 @@ from stepwell.base.tasks import (
 )
 from stepwell.jobs.executors import StoreExecutor
 from stepwell.jobs.jobs import End, Jobs
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.policy.store_use import Breaker
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
@@ -80,10 +81,10 @@ class StoreOps(Jobs[StoreOp, Reply]):
     """Starts operations and hands on their outcomes, each exactly once."""
 
     def __init__(
-        self, executor: StoreExecutor, tree: Tree, counters: Counters, clock: Clock, breaker: Breaker, *,
+        self, executor: StoreExecutor, tree: Tree, counters: Counters, clock: Clock, wakeup: Wakeup, breaker: Breaker, *,
         timeout_s: float, late_write_s: float, times: Mapping[str, Durations],
     ) -> None:  # fmt: skip
-        super().__init__(executor, tree, clock, before_release=self._hold_on)
+        super().__init__(executor, tree, clock, wakeup, before_release=self._hold_on)
         self._store_executor = executor
         self._host = tree.arenas[Tier.HOST]
         self._counters = counters

@@ -355,7 +355,7 @@ class StoreTier:
         state, breaker = self._state, Breaker()
         host = state.arena(Tier.HOST)
         ops = StoreOps(
-            executor, state.tree, state.counters, state.clock, breaker,
+            executor, state.tree, state.counters, state.clock, state.wakeup, breaker,
             timeout_s=tuning.op_timeout_s, late_write_s=store.traits.late_write_s,
             times=self.times,
         )  # fmt: skip

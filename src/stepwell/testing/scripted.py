@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from math import inf
 from typing import Generic, TypeVar
 
@@ -49,6 +50,9 @@ class Scripted(ABC, Generic[Task, Answer]):
 
     def progressed_s(self, job: JobId) -> float:
         return -inf
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        return False  # the test decides when something is answered
 
     def drain(self, timeout_s: float) -> None:
         self.finish_all()

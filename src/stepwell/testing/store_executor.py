@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
@@ -118,6 +118,9 @@ class TimedStoreExecutor:
             if any(op.job == job for _, op in queue):
                 return self._moved_s[writes]
         return self._begun_s.get(job, -inf)
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        return False  # the clock decides when something is answered
 
     def drain(self, timeout_s: float) -> None:
         self._clock.advance(timeout_s)

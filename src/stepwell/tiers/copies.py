@@ -13,6 +13,7 @@ from stepwell.base.meters import Clock, Counters
 from stepwell.base.tasks import Completion, Copy, PageIds, Plan, Purpose, Span
 from stepwell.jobs.executors import Arrivals, Arriving, CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.policy.loading import LEAST_LOAD_BYTES, PeakSpeed
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
@@ -33,12 +34,13 @@ class CopyJobs(Jobs[Plan, Completion]):
     """Starts copies and applies their outcomes. One thread."""
 
     def __init__(
-        self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock, *, arrivals: Arrivals | None = None
-    ) -> None:
+        self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock, wakeup: Wakeup, *,
+        arrivals: Arrivals | None = None,
+    ) -> None:  # fmt: skip
         """`arrivals` says which loads a pass may begin on before they have ended; without it, on none."""
         self._arrivals = arrivals
         self.load_speed = PeakSpeed()  # bytes a second that loads bring to the device
-        super().__init__(executor, tree, clock)
+        super().__init__(executor, tree, clock, wakeup)
         self._counters = counters
         self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
 

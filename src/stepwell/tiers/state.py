@@ -22,6 +22,7 @@ from stepwell.base.meters import Clock, Counters
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import NO_PAGES
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.memory.arena import Arena, Need
 from stepwell.memory.row_pages import RowPages
 from stepwell.policy.placement import PlacementRules
@@ -162,6 +163,7 @@ class CacheState:
     copies: CopyJobs
     counters: Counters
     clock: Clock
+    wakeup: Wakeup
     placement: PlacementRules
     copy_timeout_s: float
     on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = (

@@ -64,6 +64,7 @@ class TorchCopyEngine:
         self._engine_stream = engine_stream
         self._layerwise = layerwise
         self._tables: dict[tuple[Tier, Kind], PageTable] = {}
+        self.on_arriving: Callable[[], None] = lambda: None  # on the copying thread, when `events_for` has a new load
         self._events: dict[JobId, LayerEvents] = {}  # a worker adds and takes out, others look: one operation each
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
         devices = [memory.bytes_B.device for memory in memories.values()] + ([blocks.device] if blocks is not None else [])
@@ -107,6 +108,7 @@ class TorchCopyEngine:
                     stream.wait_event(before)
                     if events is not None:
                         self._events[plan.job] = events
+                        self.on_arriving()
                     self._queue(work, staged, stream, before, events)
                 finally:
                     try:

@@ -11,6 +11,7 @@ from stepwell.base.ids import JobId
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import ItemStatus, PageIds, PutPages, Reply, Span, StoreOp
 from stepwell.jobs.jobs import End, Jobs
+from stepwell.jobs.wakeup import Wakeup
 from stepwell.testing import ScriptedStoreExecutor
 from toys import FULL, Rig
 
@@ -23,7 +24,7 @@ class Few:
     def __init__(self, *, broken: int) -> None:
         self.rig = Rig(FULL, host_pages=16, device_pages=16)
         self.executor = ScriptedStoreExecutor(())
-        self.jobs: Jobs[StoreOp, Reply] = Jobs(self.executor, self.rig.tree, self.rig.clock)
+        self.jobs: Jobs[StoreOp, Reply] = Jobs(self.executor, self.rig.tree, self.rig.clock, Wakeup())
         self.ended: list[tuple[JobId, End]] = []
         self._broken = broken
         for _ in range(3):

@@ -124,6 +124,9 @@ class StepOrders:
         each = self._open.get(job)
         return each.sent_s if each is not None and each.sent_s is not None else self.clock.now()
 
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        return False  # vLLM's scheduler brings the answers
+
     def drain(self, timeout_s: float) -> None:
         self.clock.sleep(min(timeout_s, 0.001))
 

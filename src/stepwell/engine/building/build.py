@@ -48,7 +48,6 @@ from stepwell.engine.passes.spilling import Sizes, Spilling
 from stepwell.engine.running.runner import Runner
 from stepwell.engine.running.speculation import Speculation
 from stepwell.engine.scheduling.footprint import footprint, longest_request
-from stepwell.jobs.executors import Arrivals
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, must_fit
@@ -222,7 +221,7 @@ def _cache(
     *, name: str, layerwise: bool,
 ) -> Cache:  # fmt: skip
     copy_engine: CopyEngine
-    arrivals: Arrivals | None = None
+    by_layers: TorchCopyEngine | None = None
     counters = Counters()
     host: Sequence[HostPages] = [memories[Tier.HOST]] if Tier.HOST in memories else []
     if all(isinstance(memory, PageMemory) for memory in memories.values()):
@@ -230,13 +229,15 @@ def _cache(
     else:
         by_torch = {tier: memory for tier, memory in memories.items() if isinstance(memory, TorchMemory)}
         copy_engine = by_layers = TorchCopyEngine(by_torch, counters=counters, layerwise=spec if layerwise else None)
-        arrivals = by_layers.events_for
     if spec.narrow is not None:
         copy_engine = NarrowCopyEngine(copy_engine, spec, memories)
-    return build_cache(
+    cache = build_cache(
         spec, config, copy_engines=[copy_engine], model=identity, name=name, host_pages=host, tuning=tuning, counters=counters,
-        arrivals=arrivals,
+        arrivals=None if by_layers is None else by_layers.events_for,
     )  # fmt: skip
+    if by_layers is not None:
+        by_layers.on_arriving = cache.wake  # a pass may begin then
+    return cache
 
 
 def _memories(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, LeaseId
@@ -96,6 +97,12 @@ class Scheduler:
             self._compared.pop(request.lease.id, None)
             self._cache.release(request.lease)
             request.lease, request.started, request.started_copies = None, 0, False
+
+    def limit_in_s(self) -> float:
+        """How soon a waiting request stops waiting for the store, whatever has come by then: infinity where none has a limit."""
+        now = self._clock.now()
+        tickets = (each.ticket for each in self.waiting.values())
+        return min((each.ended_s - now for each in tickets if each is not None and each.awaited and not each.ready), default=inf)
 
     # ---- admission --------------------------------------------------------------------------------
 

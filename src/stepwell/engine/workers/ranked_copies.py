@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -90,6 +91,9 @@ class RankedCopies:
     def progressed_s(self, job: JobId) -> float:
         copying = None if job in self._waiting else self._open.get(job)
         return monotonic() if copying is None else min(self._moved_s[rank] for rank in copying.owing)
+
+    def wake_by(self, wake: Callable[[], None]) -> bool:
+        return False  # ranks answer over sockets, which the thread that asks reads
 
     def drain(self, timeout_s: float) -> None:
         """Before the end: what ranks have begun is waited for. Once one is lost all are ended, and what they owe has failed."""

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.ids import Tier
-from stepwell.engine import Limits
+from stepwell.engine import Finish, Limits
 from stepwell.engine.scheduling import scheduler
 from stepwell.engine.scheduling.scheduler import COMPARED, _shared_bytes
 from waiting import run_to_the_end, run_until, settle
@@ -85,3 +85,20 @@ def test_a_request_that_does_not_fit_alone_begins_anew_on_an_empty_device(family
         engine.cache.audit()
         assert tokens_of(deltas) == alone(family, [ask])[0]
         assert deltas[-1].usage is not None and deltas[-1].usage.preemptions == 1
+
+
+@pytest.mark.parametrize(("chunk_tokens", "decoding"), [(4, 4), (4, 7), (1, 3), (8, 7), (64, 7)])
+def test_a_prompt_is_computed_however_many_requests_decode(chunk_tokens: int, decoding: int) -> None:
+    """As many as a pass has tokens, or more: a share of every pass is for prompts."""
+    limits = Limits(chunk_tokens=chunk_tokens, max_running=8)
+    with small(limits=limits, device_memory="16MiB") as engine:
+        for at in range(decoding):
+            engine.submit(greedy(prompt(2, seed=at), 200))
+        active = engine.scheduler.active
+        run_until(engine, lambda: sum(each.answer_tokens > 0 for each in active.values()) == decoding)
+        passes = engine.passes
+        late = engine.submit(greedy(prompt(40, seed=99), 1))
+        ended = run_until(engine, lambda: late not in engine._answering.requests)
+        assert [delta.finish for delta in ended if delta.request == late] == [Finish.LENGTH]
+        assert engine.num_open == decoding, "the others still decode"
+        assert engine.passes - passes <= -(-40 // limits.prompt_tokens) + 1

@@ -29,6 +29,7 @@ NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
 Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, when so many decode
 HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, beside chunks that are planned
 TOLD_AT_ONCE = 256  # tokens of prompts whose logits a pass keeps: as many rows of the vocabulary's length
+PROMPT_SHARE = 4  # one part in so many of a pass is kept for prompts
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -39,6 +40,11 @@ class Limits:
     max_running: int = 32
     chunk_tokens: int = 512  # computed in one pass, over all requests
     patience_s: float = 10.0  # after which a request is served in its turn, however little is cached or urgent others are
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The share of a pass that prompts have however many requests decode: without it those would starve prompts."""
+        return max(self.chunk_tokens // PROMPT_SHARE, 1)
 
     def __post_init__(self) -> None:
         if self.max_running < 1 or self.chunk_tokens < 1 or self.patience_s < 0:
@@ -208,10 +214,10 @@ class Scheduler:
         return self._cut(running, self._room_for, arriving)
 
     def plan_ahead(self) -> list[Chunk]:
-        """The same while a pass was started and is not read: every request goes on from where that leaves it.
+        """The chunks of the pass behind the one in flight: every request goes on from where that leaves it.
 
-        None where somebody has no room: nobody's is taken before what was computed in it is cached. None either where a request
-        is to hand its point state over, since its pass has not copied it: the stop was asked for later, or there was no room.
+        Empty if some request would need pages of another: none are taken before what was computed in them is cached. Empty also
+        if a request must publish its point state first: a stop that was asked for later, or had no page, has no copy of it.
         """
         if self._has_points and any(self._hands_over_next(each) for each in self.active.values()):
             return []
@@ -230,7 +236,8 @@ class Scheduler:
             if ahead or has_room(request, start + 1, chunks):
                 loads = arriving.get(request.id, ())
                 chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
-        budget = self.limits.chunk_tokens - len(chunks)  # guesses come on top: prompts are cut as they are without
+        # Guesses come on top: prompts are cut as they are without.
+        budget = max(self.limits.chunk_tokens - len(chunks), self.limits.prompt_tokens)
         told = TOLD_AT_ONCE
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
             if budget <= 0:

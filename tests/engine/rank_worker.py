@@ -46,7 +46,7 @@ def observe(model: Decoder) -> dict[str, torch.Tensor]:
 def observe_draft(model: Decoder, config: Mapping[str, object], source: TensorSource) -> dict[str, torch.Tensor]:
     """Hidden states and logits of the layer behind the model's last, and its rows."""
     whole = from_config(config, kv_dtype="fp32", model_dtype="fp32", page_tokens=PAGE, draft=True)
-    spec = replace(whole, states=whole.states[len(model.spec.states) :]).for_ranks(model.ranks.size)
+    spec = replace(whole, states=whole.states[len(model.spec.states) :], schedule=()).for_ranks(model.ranks.size)
     layer, memory = load_mtp(config, source, model, spec), Memory(spec, count=8)
     held, tokens = Held(memory, 40), Ours(model).tokens(40)
     hidden_NC = torch.randn(40, model.embed.shape[1], generator=torch.Generator().manual_seed(1))

@@ -14,7 +14,7 @@ from engine.families import KIMI, draw_choices
 from engine.side_by_side import PAGE, Memory, Pair, check_pair
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer
+from stepwell.base.spec.families.layers import LAYER_TYPES, Layer, keeping
 from stepwell.base.spec.families.recurrent import kimi_schedule
 from stepwell.engine.loading.checkpoint import open_checkpoint
 from stepwell.engine.loading.weights import HeldTensors
@@ -124,17 +124,16 @@ def test_a_sixteen_bit_model_keeps_its_states_in_thirty_two() -> None:
 # ---- configs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_schedule_has_the_order_of_the_lists(first: int) -> None:
-    lists = {"kda_layers": [first + 3, first, first + 1], "full_attn_layers": [first + 2, first + 4]}
-    kinds = kimi_schedule(Fields(values={"num_hidden_layers": 5, "linear_attn_config": lists}))
-    assert kinds == [Layer.LINEAR, Layer.LINEAR, Layer.FULL, Layer.LINEAR, Layer.FULL]
+def test_the_schedule_has_the_order_of_the_lists() -> None:
+    lists = {"kda_layers": [4, 1, 2], "full_attn_layers": [3, 5]}
+    kept = kimi_schedule(Fields(values={"num_hidden_layers": 5, "linear_attn_config": lists}))
+    assert kept == keeping([Layer.LINEAR, Layer.LINEAR, Layer.FULL, Layer.LINEAR, Layer.FULL])
 
 
 def test_without_lists_the_schedule_is_that_of_transformers() -> None:
     meant = transformers.KimiLinearConfig(**KIMI | {"num_hidden_layers": 12}).layer_types
-    kinds = kimi_schedule(Fields(values={"num_hidden_layers": 12}))
-    assert [f"{kind.value}_attention" for kind in kinds] == meant
+    kept = kimi_schedule(Fields(values={"num_hidden_layers": 12}))
+    assert kept == keeping(LAYER_TYPES[kind] for kind in meant)
 
 
 @pytest.mark.parametrize(

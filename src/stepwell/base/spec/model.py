@@ -16,6 +16,7 @@ from math import lcm
 from stepwell.base.errors import SpecError
 from stepwell.base.ids import CACHED_KINDS, Kind
 from stepwell.base.spec.narrow import Narrow
+from stepwell.base.spec.schedule import LayerSpec, Schedule, layers_of
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import Part, StateSpec, part_of
@@ -33,6 +34,7 @@ class ModelSpec:
     page_tokens: int = 64
     spill: Spill | None = None  # not in the fingerprint: hosts and stores hold the same bytes with and without
     narrow: Narrow | None = None  # how checkpoints are kept on the host and in stores; None: as on the device
+    schedule: Schedule = ()  # the states that each layer keeps; not in the fingerprint: it moves no bytes
     row_order: str | None = None  # how an engine orders the bytes inside rows, where it does so in a way of its own
 
     def __post_init__(self) -> None:
@@ -50,6 +52,7 @@ class ModelSpec:
                     f"page_tokens {self.page_tokens} does not fit model {self.name!r}: state {state.name!r} keeps one row per "
                     f"{ratio} tokens; choose a multiple or a divisor of {ratio}"
                 )
+        layers_of(self.schedule, self.states)  # raises SpecError
         if self.spill is not None:
             self.spill.check(self.name, self.states)
         if self.narrow is not None and not any(map(self.narrow.takes, self.states)):
@@ -63,6 +66,11 @@ class ModelSpec:
 
     def state(self, name: str) -> StateSpec:
         return next(state for state in self.states if state.name == name)
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of the model, in order; none for a spec that was made without a schedule."""
+        return layers_of(self.schedule, self.states)
 
     # ---- boundaries -------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def load_own_layer(
     whole = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=target.spec.page_tokens, draft=True)
     whole = whole.for_ranks(target.ranks.size)
     states = whole.states[len(target.spec.states) :]
-    spec = replace(whole, states=states)
+    spec = replace(whole, states=states, schedule=())  # its layer is behind those of the model
     layer = load_mtp(config, source, target, spec)
     return LoadedDraft(
         states=states,

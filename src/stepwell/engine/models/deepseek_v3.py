@@ -25,8 +25,8 @@ MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 
 def build(parts: Parts) -> Decoder:
     rotary = latent_rotary(parts.config, device=parts.device)
-    names = layer_names(parts)
-    blocks = [latent_block(parts, name, layer=index, state="kv") for index, name in enumerate(names)]
+    names = zip(layer_names(parts), parts.spec.layers, strict=True)
+    blocks = [latent_block(parts, name, layer=layer.places["kv"], state="kv") for name, layer in names]
     dtype, kernels = parts.weights.dtype, parts.kernels
     return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, dtype, kernels))
 

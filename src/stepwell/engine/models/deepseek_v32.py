@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.spec.families.latent import own_index
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.models.base import Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention, layer_names
 from stepwell.engine.models.indexer import Indexer
@@ -64,16 +64,17 @@ class SparseAttention:
 
 
 def build(parts: Parts) -> Decoder:
-    names, rotary = layer_names(parts), latent_rotary(parts.config, device=parts.device)
-    own = own_index(parts.config, len(names))
-    if not own[0]:
+    names, layers, rotary = layer_names(parts), parts.spec.layers, latent_rotary(parts.config, device=parts.device)
+    if "index" not in layers[0].places:
         raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
-    blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", index, own)) for index, name in enumerate(names)]
+    pairs = zip(names, layers, strict=True)
+    blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", layer)) for name, layer in pairs]
     dtype, kernels = parts.weights.dtype, parts.kernels  # not `parts`: it would keep all tensors that it was read from
     made = decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype, kernels)))
     return replace(made, selected=parts.config.size("index_topk"))
 
 
-def _attention(parts: Parts, name: str, layer: int, own: list[bool]) -> SparseAttention:
-    indexer = Indexer.load(parts, f"{name}.indexer", layer=own[:layer].count(True)) if own[layer] else None
-    return SparseAttention(latent=latent_attention(parts, name, layer=layer, state="kv"), indexer=indexer)
+def _attention(parts: Parts, name: str, layer: LayerSpec) -> SparseAttention:
+    index = layer.places.get("index")
+    indexer = None if index is None else Indexer.load(parts, f"{name}.indexer", layer=index)
+    return SparseAttention(latent=latent_attention(parts, name, layer=layer.places["kv"], state="kv"), indexer=indexer)

@@ -15,8 +15,9 @@ import torch
 from torch.nn.functional import softplus
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.spec.families.compressed import HEAVY, SLIDING, SPARSE, Sizes, layer_kinds
+from stepwell.base.spec.families.compressed import HEAVY, SPARSE, Sizes
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
@@ -101,9 +102,10 @@ class Block:
 def build(parts: Parts) -> Decoder:
     config, weights = parts.config, parts.weights
     weights.skip("mtp.", "model.mtp.")
-    kinds, sizes = layer_kinds(config), Sizes.read(config)
+    layers, sizes = parts.spec.layers, Sizes.read(config)
     plain, slowed = _rotary(parts, sizes, "main"), _rotary(parts, sizes, "compress")
-    window, ratios = config.size("sliding_window", 128), [sizes.ratios[kind] for kind in (SPARSE, HEAVY) if kind in kinds]
+    window, kept = layers[0].window, {state for layer in layers for state in layer.places}
+    ratios = [sizes.ratios[kind] for kind in (SPARSE, HEAVY) if f"c{sizes.ratios[kind]}" in kept]
 
     def shared(batch: Batch) -> Shared:
         paging = batch.paging(window)
@@ -116,7 +118,7 @@ def build(parts: Parts) -> Decoder:
         )
 
     embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
-    blocks = [_block(parts, sizes, index, kinds) for index in range(len(kinds))]
+    blocks = [_block(parts, sizes, layer) for layer in layers]
     lanes, gather = config.size("hc_mult", 4), Gather.load(config, weights, "model.hc_head")
     return Decoder(
         spec=parts.spec,
@@ -129,10 +131,11 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Block:
-    config, weights, name, hidden = parts.config, parts.weights, f"model.layers.{index}", parts.config.size("hidden_size")
+def _block(parts: Parts, sizes: Sizes, layer: LayerSpec) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
+    hidden = config.size("hidden_size")
     return Block(
-        attention=_attention(parts, sizes, f"{name}.self_attn", index, kinds),
+        attention=_attention(parts, sizes, f"{name}.self_attn", layer),
         experts=_experts(parts, f"{name}.mlp"),
         before_attention=_norm(parts, f"{name}.input_layernorm", hidden),
         before_experts=_norm(parts, f"{name}.post_attention_layernorm", hidden),
@@ -142,15 +145,15 @@ def _block(parts: Parts, sizes: Sizes, index: int, kinds: Sequence[str]) -> Bloc
     )
 
 
-def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequence[str]) -> SharedAttention:
-    config, weights, kind = parts.config, parts.weights, kinds[index]
+def _attention(parts: Parts, sizes: Sizes, name: str, layer: LayerSpec) -> SharedAttention:
+    config, weights = parts.config, parts.weights
+    kind = next((kind for kind in (SPARSE, HEAVY) if f"c{sizes.ratios[kind]}" in layer.places), None)  # of its compression
     heads = parts.ranks.share(config.size("num_attention_heads"), "attention heads")
     groups = parts.ranks.share(whole := config.size("o_groups", 8), "groups of heads (o_groups)")
     hidden, rank, made = config.size("hidden_size"), said(config, "q_lora_rank"), said(config, "o_lora_rank")
     together = weights.shared(None if made is None else whole * made, "rows", of=f"{name}.o_a_proj.weight", axis=0)
-    layer = kinds[:index].count(kind)  # of those of its kind
     return SharedAttention(
-        layer=index,
+        layer=layer.places["swa"],
         heads=heads,
         into=Linear.load(weights, {f"{name}.q_a_proj": rank, f"{name}.kv_proj": sizes.row}, hidden),
         query_norm=_norm(parts, f"{name}.q_a_norm", rank),
@@ -160,12 +163,12 @@ def _attention(parts: Parts, sizes: Sizes, name: str, index: int, kinds: Sequenc
         out_OXC=weights.take(f"{name}.o_a_proj.weight", together, heads * sizes.row // groups).unflatten(0, (groups, -1)),
         out=Linear.load(weights, {f"{name}.o_b_proj": hidden}, together),
         kernels=parts.kernels,
-        compressor=None if kind == SLIDING else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
+        compressor=None if kind is None else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
         indexer=_indexer(config, weights, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
     )
 
 
-def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: int) -> Compressor:
+def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: LayerSpec) -> Compressor:
     state, names = f"c{sizes.ratios[kind]}", [name]
     kept = [_kept_row(parts, sizes, state, f"{name}.kv_norm")]
     if kind == SPARSE:
@@ -181,7 +184,7 @@ def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: int) ->
     )  # fmt: skip
     biases = [weights.take(f"{each}.position_bias", ratio, size, dtype=torch.float32) for each, size in wide.items()]
     return Compressor(
-        layer=layer,
+        layer=layer.places[state],
         ratio=ratio,
         into=Linear(torch.cat([_by_half(values, halves), _by_half(gates, halves)])),
         bias_RE=_by_half([bias.T for bias in biases], halves).T.contiguous(),

@@ -8,9 +8,7 @@ Qwen3 norms queries and keys; Mistral and some Qwens look at a window in some la
 from __future__ import annotations
 
 from stepwell.base.spec.families.attention import read_heads
-from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer as LayerKind
-from stepwell.base.spec.families.layers import schedule
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
@@ -23,8 +21,7 @@ def build(parts: Parts) -> Decoder:
     config, weights, kernels = parts.config, parts.weights, parts.kernels
     head_dim = read_heads(config).key_dim
     rotary = rotary_from(config, head_dim, device=parts.device)
-    kinds = layer_kinds(config)
-    blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
+    blocks = [_block(parts, layer) for layer in parts.spec.layers]
     recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
     hidden = config.size("hidden_size")
     embed = weights.take("model.embed_tokens.weight", said(config, "vocab_size"), hidden)
@@ -39,31 +36,20 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def layer_kinds(config: Fields) -> list[LayerKind]:
-    """Full or sliding, layer by layer, by the same rules as the spec."""
-    kind = config.text("model_type")
-    first = config.num_layers()  # the first layer with a window
-    if config.has("sliding_window") and kind == "mistral":
-        first = 0
-    elif config.has("sliding_window") and config.flag("use_sliding_window", False):
-        first = config.size("max_window_layers", 28, least=0)
-    return schedule(config, lambda index: LayerKind.SLIDING if index >= first else LayerKind.FULL)
-
-
-def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
+def _block(parts: Parts, layer: LayerSpec) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
     eps, hidden = norm_eps(config), config.size("hidden_size")
     queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
 
     def norm(of: str, size: int) -> RMSNorm:
         return RMSNorm.load(weights, f"{name}.{of}", size, eps)
 
-    sliding = kinds[index] is LayerKind.SLIDING
+    state, place = layer.place("kv", "swa")
     normed = weights.has(f"{name}.self_attn.q_norm.weight")
     attention = Attention(
-        state="swa" if sliding else "kv",
-        layer=kinds[:index].count(kinds[index]),
-        window=config.size("sliding_window") if sliding else None,
+        state=state,
+        layer=place,
+        window=layer.window,
         heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
@@ -72,7 +58,7 @@ def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
         out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim),
         norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)) if normed else None,
         kernels=parts.kernels,
-        selector=None if sliding else parts.selector,
+        selector=parts.selector if layer.window is None else None,
     )
     return Block(
         attention=attention,

@@ -15,6 +15,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.models.attention import Attention, heads_of_rank, queries_keys_values
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, number, rotary_from, said
@@ -62,7 +63,7 @@ def build(parts: Parts) -> Decoder:
     return Decoder(
         spec=parts.spec,
         embed=embed,
-        layers=[_block(parts, index) for index in range(config.num_layers())],
+        layers=[_block(parts, layer) for layer in parts.spec.layers],
         norm=RMSNorm.load(weights, "model.final_layernorm", hidden, _eps(config)),
         head=head_of(parts, embed),
         shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
@@ -72,12 +73,13 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def _block(parts: Parts, index: int) -> Block:
-    config, weights, name, hidden = parts.config, parts.weights, f"model.layers.{index}", parts.config.size("hidden_size")
+def _block(parts: Parts, layer: LayerSpec) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
+    hidden = config.size("hidden_size")
     return Block(
-        attention=_attention(parts, index),
-        mixer=_mixer(parts, index),
-        mlp=_mlp(parts, index),
+        attention=_attention(parts, layer),
+        mixer=_mixer(parts, layer),
+        mlp=_mlp(parts, layer.number),
         before_both=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
         before_mlp=RMSNorm.load(weights, f"{name}.pre_ff_layernorm", hidden, _eps(config)),
         kernels=parts.kernels,
@@ -85,8 +87,8 @@ def _block(parts: Parts, index: int) -> Block:
     )
 
 
-def _attention(parts: Parts, index: int) -> Attention:
-    config, name = parts.config, f"model.layers.{index}.self_attn"
+def _attention(parts: Parts, layer: LayerSpec) -> Attention:
+    config, name = parts.config, f"model.layers.{layer.number}.self_attn"
     queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
     width, hidden = heads.num * heads.key_dim, config.size("hidden_size")
     scales = (1.0, number(config, "key_multiplier", 1.0), 1.0)
@@ -94,7 +96,7 @@ def _attention(parts: Parts, index: int) -> Attention:
     out = Linear.load(parts.weights, {f"{name}.o_proj": hidden}, queries * heads.key_dim)
     return Attention(
         state="kv",
-        layer=index,
+        layer=layer.places["kv"],
         heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
@@ -105,8 +107,8 @@ def _attention(parts: Parts, index: int) -> Attention:
     )
 
 
-def _mixer(parts: Parts, index: int) -> Mixer:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{index}.mamba"
+def _mixer(parts: Parts, layer: LayerSpec) -> Mixer:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}.mamba"
     heads = config.size("mamba_n_heads")
     inner = config.size("mamba_d_ssm", config.size("mamba_expand", 2) * config.size("hidden_size"))
     groups = config.size("mamba_n_groups", 1)
@@ -131,7 +133,7 @@ def _mixer(parts: Parts, index: int) -> Mixer:
     return Mixer.load(
         weights,
         name,
-        layer=index,
+        layer=layer.places["ssm"],
         sizes=sizes,
         act=activation(config),
         norm=norm,

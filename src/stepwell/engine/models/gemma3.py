@@ -16,8 +16,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import gemma3_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer as LayerKind
-from stepwell.base.spec.families.layers import every, schedule
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank, queries_keys_values, windows_of
 from stepwell.engine.models.base import Decoder, Parts, head_of
@@ -39,7 +38,7 @@ _NOT_TEXT = tuple(f"{outer}{part}." for outer in ("", "model.") for part in ("vi
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    kind: LayerKind
+    window: int | None
     attention: Attention
     mlp: GatedMLP
     before_attention: RMSNorm
@@ -48,8 +47,8 @@ class Block:
     after_mlp: RMSNorm
     ranks: Ranks
 
-    def __call__(self, x_NC: torch.Tensor, shared: Mapping[LayerKind, Angles], batch: Batch) -> torch.Tensor:
-        seen_NC = self.ranks.all_reduce(self.attention(self.before_attention(x_NC), shared[self.kind], batch))
+    def __call__(self, x_NC: torch.Tensor, shared: Mapping[int | None, Angles], batch: Batch) -> torch.Tensor:
+        seen_NC = self.ranks.all_reduce(self.attention(self.before_attention(x_NC), shared[self.window], batch))
         x_NC = x_NC + self.after_attention(seen_NC)
         return x_NC + self.after_mlp(self.ranks.all_reduce(self.mlp(self.before_mlp(x_NC))))
 
@@ -60,37 +59,37 @@ def build(parts: Parts) -> Decoder:
         raise ConfigError("use_bidirectional_attention is set: the engine runs models that look back only")
     weights.skip(*_NOT_TEXT)
     root = _root(weights)
-    kinds = schedule(config, every(config.size("sliding_window_pattern", 6), last=LayerKind.FULL, others=LayerKind.SLIDING))
-    rotaries = {kind: _rotary(config, kind, parts.device) for kind in dict.fromkeys(kinds)}
+    windows = dict.fromkeys(layer.window for layer in parts.spec.layers)
+    rotaries = {window: _rotary(config, window, parts.device) for window in windows}
     hidden = config.size("hidden_size")
     embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
     scale = torch.tensor(hidden**0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
-    blocks = [_block(parts, f"{root}.layers.{index}", kinds, index) for index in range(len(kinds))]
+    blocks = [_block(parts, f"{root}.layers.{layer.number}", layer) for layer in parts.spec.layers]
     return Decoder(
         spec=parts.spec,
         embed=embed,
         layers=blocks,
         norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
         head=head_of(parts, embed, name=_ROOTS[root], tied=True),  # most configs say nothing of it
-        shared=lambda batch: {kind: turn.angles(batch.positions_N, embed.dtype, kernels) for kind, turn in rotaries.items()},
+        shared=lambda batch: {window: turn.angles(batch.positions_N, embed.dtype, kernels) for window, turn in rotaries.items()},
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
         steady=windows_of(blocks),
     )
 
 
-def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block:
+def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
     config, weights, hidden = parts.config, parts.weights, parts.config.size("hidden_size")
     queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads", 8), gemma3_heads(config))
 
     def norm(of: str, size: int = hidden) -> RMSNorm:
         return RMSNorm.load(weights, f"{name}.{of}", size, norm_eps(config), around_one=True)
 
-    sliding, biased = kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", False)
+    biased, (state, place) = config.flag("attention_bias", False), layer.place("kv", "swa")
     attention = Attention(
-        state="swa" if sliding else "kv",
-        layer=kinds[:index].count(kinds[index]),
-        window=config.size("sliding_window") if sliding else None,
+        state=state,
+        layer=place,
+        window=layer.window,
         heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,
@@ -100,10 +99,10 @@ def _block(parts: Parts, name: str, kinds: list[LayerKind], index: int) -> Block
         norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)),
         kernels=parts.kernels,
         cap=_cap(config, "attn_logit_softcapping"),
-        selector=None if sliding else parts.selector,
+        selector=parts.selector if layer.window is None else None,
     )
     return Block(
-        kind=kinds[index],
+        window=layer.window,
         attention=attention,
         mlp=GatedMLP.load(
             weights,
@@ -128,9 +127,9 @@ def _root(weights: Weights) -> str:
     raise ConfigError(f"the checkpoint has no tensor 'embed_tokens.weight' under any of: {', '.join(_ROOTS)}")
 
 
-def _rotary(config: Fields, kind: LayerKind, device: str | torch.device) -> Rotary:
-    """The rotation of one kind of layer, in either way of writing it: by kind, or flat with scaling for full layers only."""
-    full = kind is LayerKind.FULL
+def _rotary(config: Fields, window: int | None, device: str | torch.device) -> Rotary:
+    """The rotation of layers with a window, or of full ones. Configs list both, or are flat, with scaling for full ones."""
+    full = window is None
     width = gemma3_heads(config).key_dim
     base = number(config, "rope_theta", 1e6) if full else number(config, "rope_local_base_freq", 1e4)
     if not config.has("rope_parameters"):

@@ -12,8 +12,7 @@ import torch
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer as LayerKind
-from stepwell.base.spec.families.layers import every, schedule
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.attention import Attention, heads_of_rank, queries_keys_values, windows_of
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of
@@ -35,9 +34,8 @@ _FP4 += [-value for value in _FP4]
 def build(parts: Parts) -> Decoder:
     config, weights, kernels = parts.config, parts.weights, parts.kernels
     rotary = rotary_from(_with_rope(config), read_heads(config).key_dim, device=parts.device)
-    kinds = schedule(config, every(2, last=LayerKind.FULL, others=LayerKind.SLIDING))
     embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
-    blocks = [_block(parts, index, kinds) for index in range(len(kinds))]
+    blocks = [_block(parts, layer) for layer in parts.spec.layers]
     return Decoder(
         spec=parts.spec,
         embed=embed,
@@ -49,14 +47,15 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def _block(parts: Parts, index: int, kinds: list[LayerKind]) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{index}"
-    hidden, sliding, biased = config.size("hidden_size"), kinds[index] is LayerKind.SLIDING, config.flag("attention_bias", True)
+def _block(parts: Parts, layer: LayerSpec) -> Block:
+    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
+    hidden, biased = config.size("hidden_size"), config.flag("attention_bias", True)
+    state, place = layer.place("kv", "swa")
     queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
     attention = Attention(
-        state="swa" if sliding else "kv",
-        layer=kinds[:index].count(kinds[index]),
-        window=config.size("sliding_window") if sliding else None,
+        state=state,
+        layer=place,
+        window=layer.window,
         heads=queries,
         kv_heads=heads.num,
         head_dim=heads.key_dim,

@@ -15,8 +15,8 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer as LayerKind
-from stepwell.base.spec.families.recurrent import KimiHeads, kimi_schedule, read_kimi_heads
+from stepwell.base.spec.families.recurrent import KimiHeads, read_kimi_heads
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Block, Decoder, Parts
 from stepwell.engine.models.deepseek_v3 import decoder, layer_names, shared_block
@@ -80,8 +80,7 @@ class Unrotated:
 
 def build(parts: Parts) -> Decoder:
     _refuse_unknown(parts.config)
-    kinds = kimi_schedule(parts.config)
-    blocks = [_block(parts, name, index, kinds) for index, name in enumerate(layer_names(parts))]
+    blocks = [_block(parts, name, layer) for name, layer in zip(layer_names(parts), parts.spec.layers, strict=True)]
     return decoder(parts, blocks, Points.of)
 
 
@@ -97,12 +96,12 @@ def _refuse_unknown(config: Fields) -> None:
             raise ConfigError(f"config field {section.path}gate_lower_bound is set: decays with a bound are not known here")
 
 
-def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
-    layer, eps, weights = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.weights
+def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
+    eps, weights, (state, place) = norm_eps(parts.config), parts.weights, layer.place("kv", "ssm")
     hidden = parts.config.size("hidden_size")
-    load = _attention if kinds[index] is LayerKind.FULL else _delta
+    load = _attention if state == "kv" else _delta
     return Block(
-        attention=load(parts, f"{name}.self_attn", layer),
+        attention=load(parts, f"{name}.self_attn", place),
         mlp=_feed_forward(parts, name),
         kernels=parts.kernels,
         ranks=parts.ranks,

@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.base import Decoder, Parts, head_of
 from stepwell.engine.models.layers import Linear, RMSNorm, activation, number, said
@@ -163,7 +164,7 @@ def build(parts: Parts) -> Decoder:
     return Decoder(
         spec=parts.spec,
         embed=embed,
-        layers=[_block(parts, index) for index in range(config.num_layers())],
+        layers=[_block(parts, layer) for layer in parts.spec.layers],
         norm=RMSNorm.load(weights, "backbone.norm_f", hidden, _eps(config)),
         head=head_of(parts, embed),
         shared=Points.of,
@@ -171,8 +172,9 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def _block(parts: Parts, index: int) -> Block:
-    config, weights, name, hidden = parts.config, parts.weights, f"backbone.layers.{index}", parts.config.size("hidden_size")
+def _block(parts: Parts, layer: LayerSpec) -> Block:
+    config, weights, name = parts.config, parts.weights, f"backbone.layers.{layer.number}"
+    hidden = config.size("hidden_size")
     sizes = Sizes.of_rank(
         parts.ranks,
         heads=config.size("num_heads"),
@@ -184,7 +186,7 @@ def _block(parts: Parts, index: int) -> Block:
     mixer = Mixer.load(
         weights,
         f"{name}.mixer",
-        layer=index,
+        layer=layer.places["ssm"],
         sizes=sizes,
         act=activation(config),
         norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config), ranks=parts.ranks),

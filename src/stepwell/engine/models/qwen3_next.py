@@ -14,8 +14,7 @@ import torch
 
 from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
-from stepwell.base.spec.families.layers import Layer as LayerKind
-from stepwell.base.spec.families.layers import every, schedule
+from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Size, Weights
 from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank
 from stepwell.engine.models.base import Block, Decoder, Parts, head_of, tied_head
@@ -125,10 +124,7 @@ def build(parts: Parts) -> Decoder:
     root = "model.language_model" if weights.has("model.language_model.embed_tokens.weight") else "model"
     turned = Fields(values={"partial_rotary_factor": 0.25, **config.values}, path=config.path)
     rotary = rotary_from(turned, read_heads(config).key_dim, device=parts.device)
-    kinds = schedule(
-        config, every(config.size("full_attention_interval", 4), last=LayerKind.FULL, others=LayerKind.LINEAR)
-    )  # fmt: skip
-    blocks = [_block(parts, f"{root}.layers.{index}", index, kinds) for index in range(len(kinds))]
+    blocks = [_block(parts, f"{root}.layers.{layer.number}", layer) for layer in parts.spec.layers]
     recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
     hidden = config.size("hidden_size")
     embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
@@ -143,9 +139,9 @@ def build(parts: Parts) -> Decoder:
     )
 
 
-def _block(parts: Parts, name: str, index: int, kinds: list[LayerKind]) -> Block:
-    layer, eps, hidden = kinds[:index].count(kinds[index]), norm_eps(parts.config), parts.config.size("hidden_size")
-    mixer = _attention(parts, name, layer) if kinds[index] is LayerKind.FULL else _delta_net(parts, name, layer)
+def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
+    eps, hidden, (state, place) = norm_eps(parts.config), parts.config.size("hidden_size"), layer.place("kv", "ssm")
+    mixer = _attention(parts, name, place) if state == "kv" else _delta_net(parts, name, place)
     return Block(
         attention=mixer,
         mlp=_mlp(parts, f"{name}.mlp"),

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families import attention, compressed, latent, recurrent, summaries
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.model import ModelSpec
+from stepwell.base.spec.schedule import Schedule
 from stepwell.base.spec.shapes import Prefix
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
@@ -27,32 +29,59 @@ class Family:
     """Models whose states are built alike. `model_types` as configs write them."""
 
     model_types: tuple[str, ...]
-    states: Callable[[Fields, Dtypes], Iterator[StateSpec]]
+    schedule: Callable[[Fields], Schedule]  # which states each layer keeps: states are counted by it, and models built
+    states: Callable[[Fields, Dtypes, Schedule], Iterator[StateSpec]]
     draft: Callable[[Fields, Dtypes, int], Iterator[StateSpec]] | None = None  # for pages of so many tokens
     page_tokens: int = DEFAULT_PAGE_TOKENS
     heads: Callable[[Fields], attention.Heads] | None = (
         None  # of layers that look at everything, where summaries can pick for them
     )
-    spill: Callable[[Fields], Spill] | None = None  # of models that pick by an index of their own
+    spill: Callable[[Schedule], Spill] | None = None  # of models that pick by an index of their own
 
 
 _QWEN_LINEAR = tuple(f"qwen3_{minor}{variant}" for minor in (5, 6, 8) for variant in ("", "_text", "_moe", "_moe_text"))
 
+
+def _gqa(schedule: Callable[[Fields], Schedule], *model_types: str) -> Family:
+    return Family(model_types=model_types, schedule=schedule, states=attention.gqa_states, heads=attention.read_heads)
+
+
 _FAMILIES = (
-    Family(model_types=("llama", "mixtral", "minimax_m2"), states=attention.full_states, heads=attention.read_heads),
-    Family(model_types=("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), states=attention.qwen_states, heads=attention.read_heads),
-    Family(model_types=("mistral",), states=attention.mistral_states, heads=attention.read_heads),
-    Family(model_types=("gemma3", "gemma3_text"), states=attention.gemma3_states, heads=attention.gemma3_heads),
-    Family(model_types=("gpt_oss",), states=attention.gpt_oss_states),
-    Family(model_types=("mimo_v2", "mimo_v2_flash"), states=attention.mimo_states),
-    Family(model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), states=latent.mla_states, draft=latent.mla_draft),
-    Family(model_types=("deepseek_v32", "glm_moe_dsa"), states=latent.dsa_states, draft=latent.dsa_draft, spill=latent.dsa_spill),
-    Family(model_types=("deepseek_v4",), states=compressed.compressed_states, page_tokens=256),
-    Family(model_types=("qwen3_next", *_QWEN_LINEAR), states=recurrent.delta_net_states),
-    Family(model_types=("kimi_linear", "kimi_k3"), states=recurrent.kimi_states),
-    Family(model_types=("falcon_h1",), states=recurrent.falcon_h1_states),
-    Family(model_types=("mamba2",), states=recurrent.mamba2_states),
-)
+    _gqa(attention.full_schedule, "llama", "minimax_m2"),
+    _gqa(attention.mixtral_schedule, "mixtral"),
+    _gqa(attention.mistral_schedule, "mistral"),
+    _gqa(attention.qwen_schedule, "qwen2", "qwen3"),
+    _gqa(attention.qwen2_moe_schedule, "qwen2_moe"),
+    _gqa(attention.qwen3_moe_schedule, "qwen3_moe"),
+    Family(
+        model_types=("gemma3", "gemma3_text"), schedule=attention.gemma3_schedule,
+        states=partial(attention.gqa_states, heads=attention.gemma3_heads), heads=attention.gemma3_heads,
+    ),
+    Family(model_types=("gpt_oss",), schedule=attention.gpt_oss_schedule, states=attention.gqa_states),
+    Family(model_types=("mimo_v2", "mimo_v2_flash"), schedule=attention.mimo_schedule, states=attention.mimo_states),
+    Family(
+        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), schedule=latent.mla_schedule, states=latent.mla_states,
+        draft=latent.mla_draft,
+    ),
+    Family(
+        model_types=("deepseek_v32",), schedule=latent.v32_schedule, states=latent.dsa_states, draft=latent.dsa_draft,
+        spill=latent.dsa_spill,
+    ),
+    Family(
+        model_types=("glm_moe_dsa",), schedule=latent.glm_schedule, states=latent.dsa_states, draft=latent.dsa_draft,
+        spill=latent.dsa_spill,
+    ),
+    Family(
+        model_types=("deepseek_v4",), schedule=compressed.compressed_schedule, states=compressed.compressed_states,
+        page_tokens=256,
+    ),
+    Family(
+        model_types=("qwen3_next", *_QWEN_LINEAR), schedule=recurrent.delta_net_schedule, states=recurrent.delta_net_states
+    ),
+    Family(model_types=("kimi_linear", "kimi_k3"), schedule=recurrent.kimi_schedule, states=recurrent.kimi_states),
+    Family(model_types=("falcon_h1",), schedule=recurrent.falcon_h1_schedule, states=recurrent.falcon_h1_states),
+    Family(model_types=("mamba2",), schedule=recurrent.mamba2_schedule, states=recurrent.mamba2_states),
+)  # fmt: skip
 
 _CLASS_ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
 
@@ -85,13 +114,15 @@ def from_config(
     dtypes = choose_dtypes(kv_dtype, text, outer, model_dtype=model_dtype)
     if page_tokens is None:
         page_tokens = summaries.CLUSTERKV_PAGE_TOKENS if sparse == summaries.CLUSTERKV else family.page_tokens
-    states = [*family.states(text, dtypes)]
+    schedule = family.schedule(text)
+    states = [*family.states(text, dtypes, schedule)]
     if sparse is not None:
         states += _summaries_of(family, text, sparse, states, page_tokens)
     if draft:
         states += _draft_of(family, text, dtypes, page_tokens)
-    spill = _spill_of(family, text, sparse, states) if spills or sparse == summaries.DSA else None
-    return ModelSpec(name=name or _title(text, outer), states=tuple(states), page_tokens=page_tokens, spill=spill)
+    spill = _spill_of(family, text, sparse, states, schedule) if spills or sparse == summaries.DSA else None
+    title = name or _title(text, outer)
+    return ModelSpec(name=title, states=tuple(states), page_tokens=page_tokens, spill=spill, schedule=schedule)
 
 
 def known_model_types() -> tuple[str, ...]:
@@ -136,12 +167,12 @@ def _summaries_of(
     return [summaries.summary_state(selector, named["kv"], family.heads(text), page_tokens)]
 
 
-def _spill_of(family: Family, text: Fields, selector: str | None, states: list[StateSpec]) -> Spill:
+def _spill_of(family: Family, text: Fields, selector: str | None, states: list[StateSpec], schedule: Schedule) -> Spill:
     """Which rows may be on the host alone. Raises SpecError where none can."""
     if selector is None:
         raise SpecError("rows are read where they are picked from: name what picks them, as in sparse quest")
     if selector == summaries.DSA and family.spill is not None:
-        return family.spill(text)
+        return family.spill(schedule)
     if not all(isinstance(state.shape, Prefix) for state in states):
         raise SpecError(
             f"{text.text('model_type') or 'this model'} has layers that look at a window beside those that pick: its rows "

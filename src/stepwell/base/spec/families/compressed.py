@@ -7,7 +7,7 @@
 
 A compressor in the middle of a group also keeps the tokens of that group. That is a `Point` with a period:
 nothing at all at boundaries the period divides. Key and value are one row for all heads, so nothing is sharded.
-Yields states; builds no ModelSpec.
+Says which layer keeps what, and yields states; builds no ModelSpec.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.schedule import Schedule, count
 from stepwell.base.spec.shapes import Point, Prefix, Shape, Window
 from stepwell.base.spec.states import StateSpec
 
@@ -49,14 +50,26 @@ class Sizes:
         )
 
 
-def compressed_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def compressed_schedule(config: Fields) -> Schedule:
+    """The window in every layer, and what its kind of compression keeps beside it."""
+    ratios = Sizes.read(config).ratios
+    sparse, heavy = f"c{ratios[SPARSE]}", f"c{ratios[HEAVY]}"
+    kept = {
+        SLIDING: ("swa",),
+        SPARSE: ("swa", sparse, f"{sparse}_index", f"{sparse}_overlap", f"{sparse}_buffer"),
+        HEAVY: ("swa", heavy, f"{heavy}_buffer"),
+    }
+    return tuple(kept[kind] for kind in _kinds(config))
+
+
+def compressed_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
     """All states of a DeepSeek-V4 model, in the order window, C4, C128."""
-    kinds, sizes = layer_kinds(config), Sizes.read(config)
+    sizes = Sizes.read(config)
     window = Window(tokens=config.size("sliding_window", 128))
-    yield _state("swa", window, len(kinds), dtypes.shared_row_bytes(sizes.row, sizes.rope), dtypes.kv)
-    if layers := kinds.count(SPARSE):
+    yield _state("swa", window, len(schedule), dtypes.shared_row_bytes(sizes.row, sizes.rope), dtypes.kv)
+    if layers := count(schedule, f"c{sizes.ratios[SPARSE]}"):
         yield from _overlapping(sizes.ratios[SPARSE], layers, sizes, dtypes)
-    if layers := kinds.count(HEAVY):
+    if layers := count(schedule, f"c{sizes.ratios[HEAVY]}"):
         yield from _separate(sizes.ratios[HEAVY], layers, sizes, dtypes)
 
 
@@ -81,13 +94,13 @@ def _separate(ratio: int, layers: int, sizes: Sizes, dtypes: Dtypes) -> Iterator
     yield _state(f"{name}_buffer", Point(period=ratio), layers, 2 * sizes.row * dtypes.model_width, dtypes.model)
 
 
-def layer_kinds(config: Fields) -> list[str]:
-    """SLIDING, SPARSE or HEAVY, layer by layer."""
+def _kinds(config: Fields) -> list[str]:
+    """SLIDING, SPARSE or HEAVY, layer by layer. One more entry may follow, for the draft layer."""
     num_layers = config.num_layers()
-    if config.has("compress_ratios"):  # one more entry may follow, for the draft layer
-        return config.per_layer("compress_ratios", _BY_RATIO, num_layers=num_layers, longer=True)
     if config.has("layer_types"):
-        return config.per_layer("layer_types", _BY_NAME, num_layers=num_layers)
+        return config.per_layer("layer_types", _BY_NAME, num_layers=num_layers, longer=True)
+    if config.has("compress_ratios"):
+        return config.per_layer("compress_ratios", _BY_RATIO, num_layers=num_layers, longer=True)
     raise SpecError("config field compress_ratios is missing; it must list 0, 4 or 128 for each layer")
 
 

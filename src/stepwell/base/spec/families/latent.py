@@ -1,6 +1,7 @@
 """Multi-head latent attention: one latent per token and layer for all heads, and the DSA index beside it.
 
-Every rank needs all of a latent, so these states are never sharded. Yields states; builds no ModelSpec.
+Every rank needs all of a latent, so these states are never sharded. Says which layer keeps what, and
+yields states; builds no ModelSpec.
 """
 
 from __future__ import annotations
@@ -10,32 +11,45 @@ from collections.abc import Iterator
 from stepwell.base.errors import SpecError
 from stepwell.base.spec.families.dtypes import Dtypes
 from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.schedule import Schedule, count
 from stepwell.base.spec.shapes import Prefix
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
 
 
-def mla_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def mla_schedule(config: Fields) -> Schedule:
     """DeepSeek-V3, R1, Kimi-K2: latents only."""
-    yield latent_state(config.num_layers(), config, dtypes)
+    return (("kv",),) * config.num_layers()
 
 
-def dsa_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
-    """DeepSeek-V3.2 and GLM-5: latents, and index keys in the layers that select for themselves."""
-    num_layers = config.num_layers()
-    yield latent_state(num_layers, config, dtypes)
+def mla_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
+    yield latent_state(len(schedule), config, dtypes)
+
+
+def v32_schedule(config: Fields) -> Schedule:
+    """DeepSeek-V3.2: latents, and index keys in every layer. Fields by which GLM-5 leaves some out mean nothing to it."""
+    return (("kv", "index"),) * config.num_layers()
+
+
+def glm_schedule(config: Fields) -> Schedule:
+    """GLM-5: latents, and index keys in the layers that select for themselves."""
+    return tuple(("kv", "index") if own else ("kv",) for own in own_index(config, config.num_layers()))
+
+
+def dsa_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
+    yield latent_state(len(schedule), config, dtypes)
     yield StateSpec(
         name="index",
         shape=Prefix(),
-        layers=own_index(config, num_layers).count(True),
+        layers=count(schedule, "index"),
         row_bytes=_index_row_bytes(config, dtypes),
         dtype=dtypes.kv,
     )
 
 
-def dsa_spill(config: Fields) -> Spill:
+def dsa_spill(schedule: Schedule) -> Spill:
     """Latents may be on the host alone, for the index says which are read. Layers that share a selection need the same rows."""
-    own = own_index(config, config.num_layers())
+    own = ["index" in kept for kept in schedule]
     return Spill(states=("kv",), group_of={"kv": tuple(max(own[: layer + 1].count(True) - 1, 0) for layer in range(len(own)))})
 
 

@@ -1,7 +1,7 @@
 """Models with a recurrent state: gated delta nets, Kimi delta attention, Mamba-2, alone or beside attention.
 
 Each recurrent layer keeps two points: `ssm`, the state itself, and `conv`, the last inputs of its short
-convolution (as many columns as the kernel is long). Yields states; builds no ModelSpec.
+convolution (as many columns as the kernel is long). Says which layer keeps what, and yields states; builds no ModelSpec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from stepwell.base.spec.families.attention import kv_state, read_heads
 from stepwell.base.spec.families.dtypes import WIDTH_BYTES, Dtypes, recurrent_dtype
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.latent import latent_state
-from stepwell.base.spec.families.layers import Layer, every, schedule
+from stepwell.base.spec.families.layers import Layer, every, keeping, layer_kinds
+from stepwell.base.spec.schedule import Schedule, count
 from stepwell.base.spec.shapes import Point
 from stepwell.base.spec.states import Cut, StateSpec
 
@@ -43,23 +44,28 @@ class KimiHeads:
     conv_columns: int
 
 
-def delta_net_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def delta_net_schedule(config: Fields) -> Schedule:
     """Qwen3-Next and Qwen3.5: three gated delta nets, then one full attention."""
-    kinds = schedule(config, every(config.size("full_attention_interval", 4), last=Layer.FULL, others=Layer.LINEAR))
-    _refuse_windows(kinds)
-    if full := kinds.count(Layer.FULL):
+    rule = every(config.size("full_attention_interval", 4), last=Layer.FULL, others=Layer.LINEAR)
+    return _without_windows(layer_kinds(config, rule))
+
+
+def delta_net_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
+    if full := count(schedule, "kv"):
         yield kv_state(full, read_heads(config), dtypes)
-    if linear := kinds.count(Layer.LINEAR):
+    if linear := count(schedule, "ssm"):
         yield from _points(linear, _delta_net(config), config, dtypes)
 
 
-def kimi_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def kimi_schedule(config: Fields) -> Schedule:
     """Kimi-Linear and Kimi-K3: Kimi delta attention, and latents in the full layers."""
-    kinds = kimi_schedule(config)
-    _refuse_windows(kinds)
-    if full := kinds.count(Layer.FULL):
+    return _without_windows(_kimi_kinds(config))
+
+
+def kimi_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
+    if full := count(schedule, "kv"):
         yield latent_state(full, config, dtypes)
-    if linear := kinds.count(Layer.LINEAR):
+    if linear := count(schedule, "ssm"):
         yield from _points(linear, _kimi_delta(config), config, dtypes)
 
 
@@ -73,29 +79,31 @@ def read_kimi_heads(config: Fields) -> KimiHeads:
     return KimiHeads(num=config.size("linear_num_heads"), dim=config.size("linear_head_dim"), conv_columns=columns)
 
 
-def kimi_schedule(config: Fields) -> list[Layer]:
-    """The kind of each layer, in order. `kda_layers` and `full_attn_layers` count from 1, or from 0 when they name a layer 0.
+def _kimi_kinds(config: Fields) -> list[Layer]:
+    """The kind of each layer, in order. `kda_layers` and `full_attn_layers` count from 1.
 
     Without any list every fourth layer behind the first is full, which is how transformers reads such a config.
     """
     nested = config.section("linear_attn_config")
     if config.has("layer_types") or not (nested.has("kda_layers") or nested.has("full_attn_layers")):
-        return schedule(config, lambda index: Layer.FULL if index and index % 4 == 0 else Layer.LINEAR)
+        return layer_kinds(config, lambda index: Layer.FULL if index and index % 4 == 0 else Layer.LINEAR)
     num_layers = config.num_layers()
     linear = nested.layer_numbers("kda_layers", num_layers=num_layers)
     full = nested.layer_numbers("full_attn_layers", num_layers=num_layers)
-    first = 0 if 0 in linear | full else 1
-    if linear & full or linear | full != set(range(first, first + num_layers)):
+    if linear & full or linear | full != set(range(1, num_layers + 1)):
         raise SpecError(
             f"config fields kda_layers ({len(linear)}) and full_attn_layers ({len(full)}) in linear_attn_config "
-            f"must name each of the {num_layers} layers once"
+            f"must name each of the {num_layers} layers once, from 1 on"
         )
-    return [Layer.LINEAR if number in linear else Layer.FULL for number in range(first, first + num_layers)]
+    return [Layer.LINEAR if number in linear else Layer.FULL for number in range(1, num_layers + 1)]
 
 
-def falcon_h1_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def falcon_h1_schedule(config: Fields) -> Schedule:
     """Falcon-H1: attention and Mamba-2 side by side in every layer."""
-    num_layers = config.num_layers()
+    return (("kv", "ssm", "conv"),) * config.num_layers()
+
+
+def falcon_h1_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
     heads = config.size("mamba_n_heads")
     if config.has("mamba_d_ssm"):
         inner = config.size("mamba_d_ssm")
@@ -105,16 +113,20 @@ def falcon_h1_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
     if heads * head_dim != inner:
         raise SpecError(f"config field mamba_n_heads {heads} must cut the {inner} channels of a layer into heads of mamba_d_head")
     groups, state = config.size("mamba_n_groups", 1), config.size("mamba_d_state")
-    yield kv_state(num_layers, read_heads(config), dtypes)
+    yield kv_state(len(schedule), read_heads(config), dtypes)
     layer = _mamba2(heads, head_dim, state, groups, config.size("mamba_d_conv", 4))
-    yield from _points(num_layers, layer, config, dtypes)
+    yield from _points(len(schedule), layer, config, dtypes)
 
 
-def mamba2_states(config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
+def mamba2_schedule(config: Fields) -> Schedule:
     """Mamba-2: nothing but points."""
+    return (("ssm", "conv"),) * config.num_layers()
+
+
+def mamba2_states(config: Fields, dtypes: Dtypes, schedule: Schedule) -> Iterator[StateSpec]:
     groups, state = config.size("n_groups", 1), config.size("state_size")
     layer = _mamba2(config.size("num_heads"), config.size("head_dim"), state, groups, config.size("conv_kernel", 4))
-    return _points(config.num_layers(), layer, config, dtypes)
+    return _points(len(schedule), layer, config, dtypes)
 
 
 def _points(layers: int, layer: Recurrence, config: Fields, dtypes: Dtypes) -> Iterator[StateSpec]:
@@ -166,6 +178,7 @@ def _mamba2(heads: int, head_dim: int, state: int, groups: int, columns: int) ->
     return Recurrence(heads=heads, head_elements=head_dim * state, conv=conv, conv_columns=columns, conv_shards=groups)
 
 
-def _refuse_windows(kinds: list[Layer]) -> None:
+def _without_windows(kinds: list[Layer]) -> Schedule:
     if Layer.SLIDING in kinds:
         raise SpecError("config field layer_types names sliding_attention, which this model family does not have")
+    return keeping(kinds)

@@ -46,7 +46,7 @@ def storage(cache: str, directory: Path) -> dict[str, Any]:
     if cache == "none":
         return {}
     if cache == "linker":
-        settings = {"host_memory": HOST_MEMORY, "store": f"log:{directory}", "budget": "8GiB", "fetch_wait_s": 60}
+        settings = {"host_memory": HOST_MEMORY, "store": f"log:{directory}", "store_budget": "8GiB", "fetch_wait_s": 60}
         named = {"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang"}
         return {
             "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
@@ -57,7 +57,7 @@ def storage(cache: str, directory: Path) -> dict[str, Any]:
     if cache == "stepwell":
         name, extra = "dynamic", {
             "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
-            "interface_v1": 1, "store": f"log:{directory}", "budget": "8GiB",
+            "interface_v1": 1, "store": f"log:{directory}", "store_budget": "8GiB",
         }  # fmt: skip
     return {
         "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_io_backend": "direct",

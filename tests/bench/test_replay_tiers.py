@@ -19,7 +19,8 @@ import replay_tiers
 def test_rows_that_are_asked_for_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(sessions=10, seed=3)
     count = write_trace(tmp_path / "small.jsonl", generate("chat", shape), block_tokens=shape.block_tokens, source="test")
-    names = [f"small --spec gpt-oss-120b --device 1GB --host 1GB --write {write}" for write in ("adaptive", "through")]
+    sizes = "--device-memory 1GB --host-memory 1GB --store-budget none"
+    names = [f"small --spec gpt-oss-120b {sizes} --write-policy {write}" for write in ("adaptive", "through")]
     rows = [{"replay": name, "requests": 0, "hit_rate": -1.0, "wall_s": at} for at, name in enumerate(names)]
     (tmp_path / "rows.json").write_text(json.dumps({"about": "a test", "rows": rows}))
     asked = ["--traces", str(tmp_path), "--rows", str(tmp_path / "rows.json"), "--output", str(tmp_path / "found.json")]

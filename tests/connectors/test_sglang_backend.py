@@ -65,7 +65,7 @@ def test_pages_come_back_to_other_places_with_every_byte(hicache: Any) -> None:
 
 
 def test_a_new_process_finds_them_in_the_log_and_one_flipped_bit_is_a_miss(hicache: Any, tmp_path: Path) -> None:
-    pool, extra = sglang.MHAPool(dim=256), {"store": f"log:{tmp_path}/log", "budget": "64MiB"}
+    pool, extra = sglang.MHAPool(dim=256), {"store": f"log:{tmp_path}/log", "store_budget": "64MiB"}
     backend, names = attach(hicache, pool, extra=extra), keys(6)
     saved = fill(pool)
     backend.batch_set_v1(names, slots(*range(6)), info([]))
@@ -184,7 +184,7 @@ def test_what_ranks_hold_alike_is_saved_by_one_and_read_by_all(hicache: Any, sha
 
 def test_ranks_that_hold_the_same_share_a_log(hicache: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"tp_size": 2, "is_mla_model": True}
-    settings["extra"] = {"store": f"shared-log:{tmp_path}/log", "budget": "64MiB"}
+    settings["extra"] = {"store": f"shared-log:{tmp_path}/log", "store_budget": "64MiB"}
     writer, reader = (attach(hicache, sglang.OneRunPool(size=5000), tp_rank=rank, **settings) for rank in range(2))
     saved = fill(writer.mem_pool_host)
     assert writer.batch_set_v1(keys(3), slots(0, 1, 2), info([])) == [True] * 3 and reader.batch_exists(keys(3)) == 3
@@ -219,7 +219,7 @@ def test_replicas_share_and_other_shards_do_not(hicache: Any, shared: MemoryStor
 
 
 def test_a_log_is_one_directory_for_each_rank_or_refused(hicache: Any, tmp_path: Path) -> None:
-    extra = {"store": f"log:{tmp_path}/log", "budget": "64MiB"}
+    extra = {"store": f"log:{tmp_path}/log", "store_budget": "64MiB"}
     ranks = [attach(hicache, sglang.MHAPool(), extra=extra, tp_rank=number, tp_size=2) for number in range(2)]
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["tp0of2", "tp1of2"]
     with pytest.raises(StoreError, match="shared-log:"):
@@ -231,7 +231,7 @@ def test_a_log_is_one_directory_for_each_rank_or_refused(hicache: Any, tmp_path:
 
 
 def test_replicas_on_one_machine_get_directories_of_their_own_whoever_is_first(hicache: Any, tmp_path: Path) -> None:
-    extra = {"store": f"log:{tmp_path}/log", "budget": "64MiB"}
+    extra = {"store": f"log:{tmp_path}/log", "store_budget": "64MiB"}
     replicas = [attach(hicache, sglang.MHAPool(), extra=extra, dp_rank=number) for number in (1, 0)]
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["dp1", "rank0"]
     for replica in replicas:
@@ -239,7 +239,7 @@ def test_replicas_on_one_machine_get_directories_of_their_own_whoever_is_first(h
 
 
 def test_a_store_that_outlives_the_process_must_know_the_weights(hicache: Any, tmp_path: Path) -> None:
-    extra = {"store": f"log:{tmp_path}/log", "budget": "64MiB", "identity": None}
+    extra = {"store": f"log:{tmp_path}/log", "store_budget": "64MiB", "identity": None}
     with pytest.raises(ConfigError, match="identity"):
         hicache(config(extra=extra), {})
 
@@ -301,7 +301,7 @@ def test_clearing_forgets_this_model_alone(hicache: Any, shared: MemoryStore) ->
 
 def test_eviction_takes_a_prompt_from_its_end(hicache: Any, tmp_path: Path) -> None:
     pool = sglang.MHAPool(pages=100, dim=1024)
-    extra = {"store": f"log:{tmp_path}", "budget": "16MiB", "store_options": {"segment": "1MiB"}}
+    extra = {"store": f"log:{tmp_path}", "store_budget": "16MiB", "store_options": {"segment": "1MiB"}}
     backend = attach(hicache, pool, extra=extra)
     fill(pool)
     for prompt in "abcd":
@@ -341,8 +341,8 @@ def test_pages_whose_order_is_not_told_are_warned_about_once(hicache: Any, caplo
         ({"store": "nothing:"}, "no store is called"), ({"sotre": "log:x"}, "did you mean 'store'"), ({"speed": 3}, "known are"),
         ({"deadline_s": 0}, "positive number"), ({"readers": "two"}, "positive number"),
         ({"store_options": 3}, "object of options"), ({"readers": 0.5}, "whole number"),
-        ({"deadline_s": float("inf")}, "positive"), ({"budget": "1GiB", "store_options": {"budget": "2GiB"}}, "once"),
-        ({"store_key_file": "/nowhere/key"}, "new-key"), ({"identity": 3}, "is a text"), ({"budget": "10 cows"}, "cows"),
+        ({"deadline_s": float("inf")}, "positive"), ({"store_budget": "1GiB", "store_options": {"budget": "2GiB"}}, "once"),
+        ({"store_key_file": "/nowhere/key"}, "new-key"), ({"identity": 3}, "is a text"), ({"store_budget": "10 cows"}, "cows"),
     ],
 )  # fmt: skip
 def test_mistakes_in_settings_are_refused_with_the_fix(hicache: Any, extra: dict[str, Any], says: str) -> None:

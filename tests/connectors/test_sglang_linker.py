@@ -146,7 +146,7 @@ def test_a_new_process_resumes_from_the_store_with_every_byte(make: Make, kind: 
 
 
 def test_a_process_after_a_restart_finds_the_log(make: Make, tmp_path: Path) -> None:
-    extra, keys = {"store": f"log:{tmp_path}/log", "budget": "64MiB", "identity": "tiny"}, page_keys(5)
+    extra, keys = {"store": f"log:{tmp_path}/log", "store_budget": "64MiB", "identity": "tiny"}, page_keys(5)
     first = make("swa", extra=extra)
     first.save(keys)
     assert saved(first, stored=True)
@@ -383,10 +383,11 @@ def test_random_lives_end_with_every_byte_and_a_clean_audit(make: Make, kind: st
     [
         ({"host_memory": None}, "host_memory"),
         ({"host_memory": "1KiB"}, "at least"),
-        ({"host_memory": "0"}, "more than nothing"),
+        ({"host_memory": "0"}, "more than 0"),
+        ({"host_memory": "none"}, "more than 0"),
         ({"host_memory": "lots"}, '"host_memory" in'),
         ({"host_memory": "1MiB", "hostmemory": 1}, "host_memory"),
-        ({"host_memory": "1MiB", "budget": "1GiB"}, "no store"),
+        ({"host_memory": "1MiB", "store_budget": "1GiB"}, "no store"),
         ({"host_memory": "1MiB", "store": "log:/tmp/x", "fetch_wait_s": 0}, "fetch_wait_s"),
         ({"host_memory": "1MiB", "store": "nowhere"}, "which store"),
     ],
@@ -398,7 +399,7 @@ def test_a_mistake_in_the_settings_is_refused_with_what_to_write(make: Make, ext
 
 def test_a_store_that_outlives_the_process_must_know_the_weights(make: Make, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="identity"):
-        make(extra={"store": f"log:{tmp_path}/log", "budget": "64MiB"})
+        make(extra={"store": f"log:{tmp_path}/log", "store_budget": "64MiB"})
 
 
 def test_what_cannot_be_resumed_exactly_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_rows_that_may_spill_are_on_the_host_at_once_and_the_reason_says_so() ->
     chosen = write_for(config(sparse="quest", hot_rows=64), 400 * MB, None)
     assert chosen.write is WritePolicy.THROUGH and "spill" in chosen.why
     named = write_for(replace(config(), write=WritePolicy.BACK), 400 * MB, None)
-    assert named == (WritePolicy.BACK, "asked for")
+    assert named == (WritePolicy.BACK, "as requested")
 
 
 class _NoWorkers:

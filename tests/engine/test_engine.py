@@ -163,7 +163,7 @@ def test_a_request_that_wants_no_cache_leaves_nothing_behind() -> None:
 def test_sizes_that_do_not_fit_say_what_would() -> None:
     with pytest.raises(ConfigError, match="free"):
         small(host_memory="9000TiB")
-    with pytest.raises(ConfigError, match="needs at least"):
+    with pytest.raises(ConfigError, match="must be at least"):
         small(device_memory="1KiB")
     with pytest.raises(ConfigError, match="host tier"):
         small(host_memory=0, store="memory:")

@@ -213,7 +213,7 @@ def test_what_would_be_ignored_is_refused_with_what_to_do(given: dict[str, objec
 
 
 def test_a_rank_that_cannot_start_says_why(root: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank \d was lost: it failed: .*bytes cannot hold one page"):
+    with pytest.raises(ConfigError, match=r"rank \d was lost: it failed: .*cannot hold one page"):
         open_engine("llama", root, 2, device_memory="8KiB")
 
 

@@ -32,7 +32,7 @@ def linked(
     args = ServerArgs(model_path="dummy", served_model_name="tiny", page_size=PAGE)
     extra: dict[str, object] = {"host_memory": host_memory, "fetch_wait_s": 60.0, **more}
     if directory is not None:
-        extra |= {"store": f"log:{directory}", "budget": "1GiB", "identity": "tiny"}
+        extra |= {"store": f"log:{directory}", "store_budget": "1GiB", "identity": "tiny"}
     config = {"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang", "linker_extra_config": extra}
     with caches(args, kind, dtype, heads=heads) as (made, params):
         linker = create_unified_cache_linker(args, params, backend="dynamic", config=config, components=set(made.tree.components))

@@ -69,7 +69,7 @@ class Backend:
             return "file", {"file_storage_path": str(self.directory), **common}
         return "dynamic", {
             "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
-            "interface_v1": 1, "store": f"log:{self.directory}", "budget": "1GiB", "identity": "tiny", **common,
+            "interface_v1": 1, "store": f"log:{self.directory}", "store_budget": "1GiB", "identity": "tiny", **common,
         }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from math import ceil
 
 from stepwell.base.errors import ConfigError
 
@@ -25,6 +26,8 @@ def parse_bytes(amount: str | int) -> int:
         if amount < 0:
             raise ConfigError(f"an amount of memory cannot be negative, got {amount}")
         return amount
+    if isinstance(amount, str) and amount.strip().startswith("-"):
+        raise ConfigError(f"an amount of memory cannot be negative, got {amount!r:.80}")
     match = _AMOUNT.fullmatch(amount) if isinstance(amount, str) else None
     if match is None:
         raise ConfigError(f"not an amount of memory: {amount!r:.80}; write for example 8GiB, 500MB or 4096")
@@ -36,6 +39,33 @@ def parse_bytes(amount: str | int) -> int:
     if scale == 1 and size.denominator != 1:
         raise ConfigError(f"{amount!r:.80} is not a whole number of bytes")
     return int(size)
+
+
+def parse_tier(amount: str | int, setting: str) -> int | None:
+    """The bytes of a tier; None for no tier, which is written `0` or `none`. Raises ConfigError that names the setting."""
+    if isinstance(amount, str) and is_none(amount):
+        return None
+    try:
+        return parse_bytes(amount) or None
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from None
+
+
+def is_none(setting: object) -> bool:
+    """Whether a setting asks for no tier: it was left out, or is `0` or `none`."""
+    return setting is None or setting == 0 or (isinstance(setting, str) and setting.strip().lower() in ("0", "none"))
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 value`, `2,000 values`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def at_least(size_bytes: int) -> str:
+    """A size for people that is not less than `size_bytes`, as `format_bytes` writes it: for what is needed."""
+    power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(_BINARY) - 1)
+    tenth = Fraction(1024**power, 10)
+    return format_bytes(ceil(ceil(size_bytes / tenth) * tenth)) if power else format_bytes(size_bytes)
 
 
 def format_bytes(size_bytes: int) -> str:

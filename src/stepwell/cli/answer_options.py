@@ -5,7 +5,8 @@ Read and checked before weights are. Starts nothing.
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
+from argparse import _ArgumentGroup as ArgumentGroup
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 _LARGEST_TEMPLATE = 1 << 20
 
 
-def configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
+def configure(group: ArgumentGroup) -> None:
+    group.add_argument(
         "--served-model-name", nargs="+", action="extend", metavar="NAME",
         help="what clients may call the model, one name or several (default: its own name)",
     )  # fmt: skip
-    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
-    parser.add_argument(
+    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
+    group.add_argument(
         "--max-model-len", type=int, metavar="N",
         help="most tokens of a prompt and its answer (default: what the model was made for and memory holds)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--default-max-tokens", type=int, metavar="N",
         help="length of answers where a request does not say, or what fits (default: 16 for completions, for chats all)",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--request-timeout", type=float, metavar="SECONDS",
         help="after which a request ends with an error, in the queue or under way (default: none)",
     )  # fmt: skip

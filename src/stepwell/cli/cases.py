@@ -5,38 +5,37 @@ Turns arguments into cases and figures into tables; replays nothing.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
-from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
-from stepwell.base.units import parse_bytes
-from stepwell.policy.write_choice import AUTO
-from stepwell.sim.case import TIERS, Case
+from stepwell.base.units import parse_tier
+from stepwell.cli.engine_options import add_write_policy, write_policy
+from stepwell.cli.progress_lines import ProgressLines
+from stepwell.sim.case import Case
 from stepwell.sim.files import TraceFile
 from stepwell.sim.hardware import Hardware, hardware_from
 from stepwell.sim.policies import DEFAULT, POLICIES
 from stepwell.sim.trace import Trace
 
-PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
-NONE = "none"
-SIZES = {Tier.DEVICE: "80GiB", Tier.HOST: "512GiB", Tier.STORE: "4TiB"}
-PLACES = {
-    Tier.DEVICE: "device memory for the cache",
-    Tier.HOST: f"host memory below it, or {NONE}",
-    Tier.STORE: f"a store below that, or {NONE}",
+PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
+_SIZES = {  # what tiers have that are not named
+    Tier.DEVICE: ("device_memory", "80GiB", "of the device tier"),
+    Tier.HOST: ("host_memory", "512GiB", "of the host tier below it; 0 or none for no such tier"),
+    Tier.STORE: ("store_budget", "4TiB", "of a store below that; 0 or none for no store"),
 }
 
 
-def add_arguments(parser: ArgumentParser, *, sizes: Mapping[Tier, str] = SIZES, compares: bool = False) -> None:
-    """`sizes` are those of tiers that are not named; with `compares` there is a `--compare` to say in place of a policy."""
+def add_arguments(parser: ArgumentParser, *, compares: bool = False) -> None:
+    """With `compares` there is a `--compare` to give in place of a policy."""
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="each is replayed on its own, with an empty cache")
     parser.add_argument("--spec", required=True, metavar="NAME_OR_CONFIG", help="a preset, a config.json, or its folder")
     parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
@@ -44,16 +43,10 @@ def add_arguments(parser: ArgumentParser, *, sizes: Mapping[Tier, str] = SIZES, 
         "--checkpoint-dtype", choices=CHECKPOINT_DTYPES, help="checkpoints in eight bits below the device (default: exact)"
     )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
-    for tier, size in sizes.items():
-        parser.add_argument(f"--{tier.label}", default=size, metavar="SIZE", help=f"{PLACES[tier]} (default: {size})")
-    parser.add_argument(
-        "--write-policy", choices=[AUTO, *(each.value for each in WritePolicy)], default=AUTO,
-        help="when pages go down a tier (default: auto, by the sizes of the tiers)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no-durable", dest="durable", action="store_false",
-        help="the store gets what leaves memory, and not sooner (default: it soon gets what is cached, as in `stepwell serve`)",
-    )  # fmt: skip
+    tiers = parser.add_argument_group("tiers and store")
+    for name, size, what in _SIZES.values():
+        tiers.add_argument(f"--{name.replace('_', '-')}", default=size, metavar="SIZE", help=f"{what} (default: {size})")
+    add_write_policy(tiers)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--policy", default=DEFAULT, metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT})")
     if compares:
@@ -69,7 +62,10 @@ def add_arguments(parser: ArgumentParser, *, sizes: Mapping[Tier, str] = SIZES, 
 
 def cases_of(args: Namespace) -> list[Case]:
     """A case for each trace, checked: what cannot be replayed is refused before anything is. Raises StepwellError."""
-    sizes = {tier: parse_bytes(size) for tier in TIERS if (size := getattr(args, tier.label)).lower() != NONE}
+    _must_be_writable(args.json, "--json")
+    _must_be_writable(args.html, "--html")
+    given = {tier: parse_tier(getattr(args, name), name) for tier, (name, _, _) in _SIZES.items()}
+    sizes = {tier: size for tier, size in given.items() if size is not None}
     cases = [
         Case(
             trace=path,
@@ -81,7 +77,7 @@ def cases_of(args: Namespace) -> list[Case]:
             checkpoint_dtype=args.checkpoint_dtype,
             page_tokens=args.page_tokens,
             requests=args.requests,
-            write=None if args.write_policy == AUTO else WritePolicy(args.write_policy),
+            write=write_policy(args),
             durable=args.durable,
         )
         for path in args.traces
@@ -90,6 +86,19 @@ def cases_of(args: Namespace) -> list[Case]:
         case.setup()
         case.open_trace()
     return cases
+
+
+def _must_be_writable(path: Path | None, flag: str) -> None:
+    """Raises ConfigError before a long replay whose figures could not be written."""
+    if path is None or str(path) == "-":
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path} is a directory: name a file")
+    if not folder.is_dir():
+        raise ConfigError(f"{flag} {path} cannot be written: there is no directory {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written: permission denied")
 
 
 @contextmanager
@@ -102,12 +111,15 @@ def watched(case: Case, label: str) -> Iterator[tuple[Trace, Callable[[], None]]
     file, served = TraceFile(case.trace), 0
     columns = (TextColumn(escape(label)), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("replaying", total=case.requests or file.size_bytes)
+        total = case.requests or file.size_bytes
+        task, lines = progress.add_task("replaying", total=total), ProgressLines()
 
         def advance() -> None:
             nonlocal served
             served += 1
-            progress.update(task, completed=served if case.requests else file.read_bytes)
+            done = served if case.requests else file.read_bytes
+            progress.update(task, completed=done)
+            lines.report(label, done, total)
 
         yield case.part_of(file), advance
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
+from argparse import _ArgumentGroup as ArgumentGroup
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,18 +26,18 @@ _ANY = ("0.0.0.0", "::", "[::]", "")
 _ALWAYS_FETCH = 1.0  # tokens a second: no prompt is taken to be computed here sooner than it is fetched
 
 
-def configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
+def configure(group: ArgumentGroup) -> None:
+    group.add_argument(
         "--role", choices=(PREFILL, DECODE),
-        help="compute prompts for other servers, or answer prompts that others have computed (docs/handover.md)",
+        help="compute prompts for other servers, or answer prompts that others have computed",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--peer", action="append", default=[], metavar="HOST:PORT",
         help="with --role decode: a prefill server; with --role prefill: a decode server, which gets parts of a prompt while the"
-        " rest is computed; may be repeated",
+        " rest is computed; repeat it",
     )  # fmt: skip
-    parser.add_argument("--peer-token", metavar="TOKEN", help=f"that these servers send to each other; better in {PEER_TOKEN}")
-    parser.add_argument(
+    group.add_argument("--peer-token", metavar="TOKEN", help=f"that these servers send to each other; better in {PEER_TOKEN}")
+    group.add_argument(
         "--transfer-host", metavar="HOST",
         help="by which other machines reach this one's transfer engine, which listens on all interfaces (default: --host)",
     )  # fmt: skip

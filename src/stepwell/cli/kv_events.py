@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
+from argparse import _ArgumentGroup as ArgumentGroup
 from typing import TYPE_CHECKING
 
 from stepwell.base.errors import ConfigError
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 _PUBLISH = "tcp://127.0.0.1:5557"
 
 
-def configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
+def configure(group: ArgumentGroup) -> None:
+    group.add_argument(
         "--kv-events", nargs="?", const=_PUBLISH, metavar="ADDRESS",
         help=f"publish what is cached, for routers, as vLLM does over ZeroMQ (without an address: {_PUBLISH})",
     )  # fmt: skip
-    parser.add_argument(
+    group.add_argument(
         "--kv-events-replay", metavar="ADDRESS", help="where routers ask for events that they missed, as in tcp://127.0.0.1:5558"
     )
-    parser.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="of the events; some routers want one")
+    group.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="of the events; some routers want one")
 
 
 def open_socket(args: Namespace) -> ZmqEvents | None:

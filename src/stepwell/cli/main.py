@@ -6,6 +6,7 @@ Does no work of its own. A new subcommand is a module with a `COMMAND`, named on
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.extras import install
 from stepwell.cli import demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import EXIT_USER_ERROR, Command
+from stepwell.cli.flags import with_flags
 
 COMMANDS: tuple[Command, ...] = (
     demo.COMMAND, demo_cluster.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND, serve.COMMAND,
@@ -24,6 +26,7 @@ COMMANDS: tuple[Command, ...] = (
 )  # fmt: skip
 
 EXIT_INTERRUPTED = 130
+_NEGATIVE = re.compile(r"-\d")
 
 
 class _Parser(ArgumentParser):
@@ -34,7 +37,7 @@ class _Parser(ArgumentParser):
 def build_parser() -> ArgumentParser:
     parser = _Parser(prog="stepwell", description="A tiered cache for everything a language model remembers about a prompt.")
     parser.add_argument("--version", action="version", version=f"stepwell {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.summary, description=command.summary)
         command.configure(subparser)
@@ -52,15 +55,29 @@ def _run(command: Command, args: Namespace) -> int:
         raise ConfigError(f"stepwell {command.name} needs {error.name}, which is not installed: {how}") from None
 
 
+def _parse(argv: Sequence[str]) -> Namespace:
+    """Reads a command line. An amount below zero is a value, not an option. Raises ConfigError."""
+    given: list[str] = []
+    for each in argv:
+        if given and _NEGATIVE.match(each) and given[-1].startswith("--") and "=" not in given[-1]:
+            given[-1] += f"={each}"
+        else:
+            given.append(each)
+    args, unknown = build_parser().parse_known_args(given)
+    if unknown:
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)} (see `stepwell {args.command} --help`)")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit status; 2 when the user has to change something."""
     try:
-        args = build_parser().parse_args(argv)
+        args = _parse(sys.argv[1:] if argv is None else argv)
         status = int(args.run(args))
         sys.stdout.flush()
         return status
     except StepwellError as error:
-        print(f"stepwell: error: {error}", file=sys.stderr)
+        print(f"stepwell: error: {with_flags(str(error))}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

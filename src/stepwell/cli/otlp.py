@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
+from argparse import _ArgumentGroup as ArgumentGroup
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -22,8 +23,8 @@ _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _MISSING = f"spans need OpenTelemetry, which is not installed: {install('otel')}"
 
 
-def configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
+def configure(group: ArgumentGroup) -> None:
+    group.add_argument(
         "--otlp-endpoint", metavar="URL",
         help=f"an OpenTelemetry collector that gets spans of each request, as in http://127.0.0.1:4318 (or {_ENDPOINTS[1]})",
     )  # fmt: skip

@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import SystemClock
+from stepwell.base.units import counted
 from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, write
 from stepwell.cli.command import Command
+from stepwell.cli.progress_lines import ProgressLines, span
 from stepwell.sim.case import TIERS, Case
 from stepwell.sim.plan import Plan, Prices, plan_of
 from stepwell.sim.plan_chart import short_bytes
@@ -44,7 +46,7 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     if args.jobs < 1:
-        raise ConfigError(f"jobs must be 1 or more, got {args.jobs}")  # before a long trace is read
+        raise ConfigError(f"--jobs must be 1 or more, got {args.jobs}")  # before a long trace is read
     cases = cases_of(args)
     prices = prices_from(args.price, cases[0])
     sweeps = [sweep(case) for case in cases]
@@ -111,16 +113,18 @@ def _replay(sweeps: Sequence[Sweep], sessions: Sequence[Sessions], jobs: int) ->
         clock = SystemClock()
         started_s, said = clock.now(), False
         found: dict[int, Report] = {}
+        lines = ProgressLines(clock=clock)
 
         def advance(served: int) -> None:
             nonlocal said
             finished = len(found)
             progress.update(task, completed=served, points=f"{finished} of {len(cases)} points")
+            lines.report(f"{finished} of {counted(len(cases), 'point')} replayed", served, total)
             if finished and not said and finished < len(cases):
                 said = True
                 left_s = (clock.now() - started_s) * (total - served) / max(served, 1)
                 progress.console.print(
-                    f"{finished} of {len(cases)} points replayed; about {_span(left_s)} to go, {min(jobs, len(cases))} at a time "
+                    f"{finished} of {len(cases)} points replayed; about {span(left_s)} to go, {min(jobs, len(cases))} at a time "
                     "(--requests N takes the first N of each trace)",
                     highlight=False,
                     soft_wrap=True,
@@ -133,10 +137,6 @@ def _replay(sweeps: Sequence[Sweep], sessions: Sequence[Sessions], jobs: int) ->
 
 def _report(case: Case, on_request: Callable[[], None]) -> Report:
     return replay_trace(case.open_trace(), case.setup(), policy=case.policy, clock=SystemClock(), on_request=on_request)
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 
 def _print(plan: Plan) -> None:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.ids import Tier
 from stepwell.base.meters import SystemClock
-from stepwell.base.units import format_bytes
-from stepwell.cli.cases import NONE, SIZES, add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
+from stepwell.base.units import counted, format_bytes
+from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, watched, write
 from stepwell.cli.command import Command
 from stepwell.sim.case import Case
 from stepwell.sim.picture import draw
@@ -29,7 +28,7 @@ CAPTION = "written: to host / store; checkpoints: made / used; TTFT: p50 / p95 /
 
 
 def configure(parser: ArgumentParser) -> None:
-    add_arguments(parser, sizes={**SIZES, Tier.HOST: NONE, Tier.STORE: NONE}, compares=True)
+    add_arguments(parser, compares=True)
     parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before figures begin (default: 0)")
     parser.add_argument("--max-model-len", type=int, metavar="N",
                         help="leave out requests of more tokens, as a server refuses them (default: none)")  # fmt: skip
@@ -39,6 +38,10 @@ def configure(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     if args.warm_up < 0:
         raise ConfigError(f"--warm-up must be 0 or more, got {args.warm_up}")
+    if args.requests is not None and 0 < args.requests <= args.warm_up:
+        raise ConfigError(
+            f"--warm-up {args.warm_up} leaves none to count of the {counted(args.requests, 'request')} of --requests"
+        )
     names = tuple(POLICIES) if args.compare else (args.policy,)
     how = {"whole_blocks": args.whole_blocks, "max_model_len": args.max_model_len}
     cases = [replace(case, policy=name, **how) for case in cases_of(args) for name in names]

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import _ArgumentGroup as ArgumentGroup
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ipaddress import ip_address
@@ -25,9 +26,11 @@ from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
 from stepwell.cli.command import EXIT_USER_ERROR, Command
+from stepwell.cli.flags import with_flags
 from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
+    from stepwell.cli.answer_options import Offered
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
     from stepwell.server.access.principals import Secrets, Tenant
@@ -45,52 +48,63 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name"
-    )
-    answer_options.configure(parser)
-    parser.add_argument(
+    parser.usage = "stepwell serve --model PATH_OR_NAME [OPTION ...]"
+    model = parser.add_argument_group("model and answers")
+    model.add_argument("--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name")
+    answer_options.configure(model)
+    model.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
         help="how the model writes calls of tools: hermes, glm, llama3, mistral, deepseek, kimi, kimi3, harmony, "
         "gemma, gemma4, none (default: auto)",
     )  # fmt: skip
-    parser.add_argument(
+    model.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME",
         help="how the model sets its reasoning apart: think, mistral, harmony, kimi3, gemma4, none (default: auto)",
     )  # fmt: skip
     engine_options.configure(parser)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default: 8000)")
-    parser.add_argument(
+    _configure_access(parser.add_argument_group("address and access"))
+    kv_events.configure(parser.add_argument_group("events for routers"))
+    handover.configure(parser.add_argument_group("prefill and decode servers"))
+    monitoring = parser.add_argument_group("stopping and monitoring")
+    monitoring.add_argument(
+        "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
+    )
+    monitoring.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
+    monitoring.add_argument("--vllm-metrics", action="store_true", help="/metrics has the most used series in vLLM's names too")
+    otlp.configure(monitoring)
+    monitoring.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="of the log, on stderr (default: text)"
+    )
+
+
+def _configure_access(group: ArgumentGroup) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    group.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)")
+    group.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
         help="another name by which clients may call 127.0.0.1",
     )
-    parser.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
-    parser.add_argument(
+    group.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
+    group.add_argument(
         "--tenants",
         metavar="FILE",
-        help="JSON: who may ask, with which key, priority, time to live and quota (docs/tenants.md)",
+        help="JSON: who may ask, with which key, priority, time to live and quota",
     )
-    parser.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
-    parser.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
-    parser.add_argument(
+    group.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
+    group.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
+    group.add_argument(
         "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
     )
-    parser.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
-    parser.add_argument(
-        "--vllm-metrics", action="store_true", help="/metrics has the most used series in vLLM's names too (docs/operations.md)"
-    )
-    parser.add_argument("--hide-version", action="store_true", help="no /version: smg takes whoever answers it for vLLM")
-    kv_events.configure(parser)
-    handover.configure(parser)
-    parser.add_argument(
-        "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
-    )
-    otlp.configure(parser)
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log, on stderr (default: text)")
+    group.add_argument("--hide-version", action="store_true", help="no /version: smg takes a server that has one for vLLM")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def run(args: Namespace) -> int:
@@ -102,7 +116,7 @@ def run(args: Namespace) -> int:
         except StepwellError as error:
             if args.log_format == "text":
                 raise
-            log.error("%s", error)
+            log.error("%s", with_flags(str(error)))
             return EXIT_USER_ERROR
 
 
@@ -129,6 +143,7 @@ def _hang_ups() -> Iterator[Callable[[], bool]]:
 def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     have_few_heaps()
     _allow_open_files()
+    offered, keys, tenants = _check_arguments(args)
     began_s = time.monotonic()
     from stepwell.engine.building.build import open_and_build
     from stepwell.engine.ops.guarded import by_library
@@ -136,13 +151,8 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     from stepwell.server.running import ModelServer, address_of, bind
 
     log.info("start: importing libraries took %.1f s", time.monotonic() - began_s)
-    _check_limits(args)
-    offered = answer_options.read(args)
-    keys, tenants = _secrets(args, os.environ), _tenants(args)
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
-    config, max_body_bytes = engine_options.read(args, os.environ, principals), parse_bytes(args.max_body)
-    if max_body_bytes <= 0:
-        raise ConfigError(f"--max-body must be more than 0, got {args.max_body}")
+    config = engine_options.read(args, os.environ, principals)
     roles = handover.read(args, os.environ)
     if roles is not None:
         config = roles.with_shared_memory(config)
@@ -167,7 +177,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         reasoning_parser=None if args.reasoning_parser == "none" else args.reasoning_parser,
         principals=principals,
         defaults=checkpoint.defaults,
-        max_body_bytes=max_body_bytes,
+        max_body_bytes=parse_bytes(args.max_body),
         hosts=_names(args, host),
         open_metrics=args.open_metrics,
         vllm_metrics=args.vllm_metrics,
@@ -250,6 +260,17 @@ def _collect_often() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], 1)
 
 
+def _check_arguments(args: Namespace) -> tuple[Offered, Secrets, TenantsFile]:
+    """What needs neither PyTorch nor a model is checked before these are loaded. Raises ConfigError."""
+    from stepwell.engine.loading.known import must_be_there
+
+    must_be_there(args.model)
+    _check_limits(args)
+    engine_options.store_options(args, os.environ)
+    engine_options.must_be_size("--max-body", args.max_body)
+    return answer_options.read(args), _secrets(args, os.environ), _tenants(args)
+
+
 def _check_limits(args: Namespace) -> None:
     from stepwell.server.api.parsing.formats import REASONING_NAMES, TOOL_NAMES
 
@@ -302,4 +323,6 @@ def _warnings(host: str, keys: Secrets, tenants: TenantsFile) -> list[tuple[str,
     return [("warning", each) for each in found]
 
 
-COMMAND = Command(name="serve", summary="serve a model over HTTP, with OpenAI's API", configure=configure, run=run, extra="serve")
+COMMAND = Command(
+    name="serve", summary="Serve a model over HTTP, with OpenAI's API.", configure=configure, run=run, extra="serve"
+)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from stepwell.base.ids import Tier
-from stepwell.base.units import format_bytes
+from stepwell.base.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from stepwell.base.spec import ModelSpec
@@ -33,7 +33,7 @@ def lines(
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     return [
         ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
-        ("passes", f"{engine.limits.chunk_tokens:,} tokens, {engine.limits.max_running} requests at once"),
+        ("passes", f"{engine.limits.chunk_tokens:,} tokens, {counted(engine.limits.max_running, 'request')} at once"),
         ("memory", f"{round(measured.bytes_per_token):,} bytes per token{checkpoint}, pages of {spec.page_tokens} tokens"),
         *([] if spec.narrow is None else [("checkpoints", narrow(engine.footprint, spec))]),
         *([] if config.tensor_parallel == 1 else [("ranks", _ranks(engine, config))]),
@@ -98,5 +98,5 @@ def _tier(label: str, size: int, bytes_per_token: Fraction) -> str:
 
 def _who_may_ask(keys: Secrets, tenants: TenantsFile) -> str:
     if tenants.tenants:
-        return f"one for each of {len(tenants.tenants)} tenants"
-    return "wanted" if keys.api_key is not None else "none: whoever can connect may ask"
+        return f"one for each of {counted(len(tenants.tenants), 'tenant')}"
+    return "wanted" if keys.api_key is not None else "none: every client that can connect may ask"

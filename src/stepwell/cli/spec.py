@@ -23,7 +23,7 @@ from stepwell.cli.command import Command
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
+_PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
 
 
 def configure(parser: ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
-from stepwell.base.units import format_bytes
+from stepwell.base.units import counted, format_bytes
 from stepwell.cli.command import Command
 from stepwell.store.key_file import read_store_key, write_store_key
 from stepwell.store.log.disk.files import Disk
@@ -34,12 +34,12 @@ _STATUSES = (
     "exit status: 0 when all is sound, or all that was damaged is repaired; 1 when something is damaged "
     "(with --repair: and could not be repaired); 2 when it could not be checked"
 )
-_PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
+_PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
 _SHOWN = 20  # damaged places in the table; JSON has them all
 
 
 def configure(parser: ArgumentParser) -> None:
-    orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
+    orders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     stat = orders.add_parser("stat", help="count values and bytes by namespace")
     stat.set_defaults(order=_stat)
     check = orders.add_parser("check", help="verify every byte", epilog=_STATUSES)
@@ -100,7 +100,7 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
     console = _console()
     console.print(table)
     used, budget = format_bytes(stat.directory_bytes), format_bytes(stat.budget_bytes)
-    segments = f"{stat.segments} of at most {stat.max_segments} segments of {format_bytes(stat.segment_bytes)}"
+    segments = f"{stat.segments} of at most {counted(stat.max_segments, 'segment')} of {format_bytes(stat.segment_bytes)}"
     console.print(f"directory   {used} of {budget}, {segments}", markup=False)
     for tenant in stat.tenants:
         amounts = f"{format_bytes(tenant.disk_bytes)} of {format_bytes(tenant.quota_bytes)}"
@@ -182,9 +182,10 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
     if report.damage:
         done = "repaired: what was lost is dropped, the rest serves" if repaired else "run with --repair to drop what is lost"
         if report.left:
-            done = f"{len(report.left)} places could not be repaired, first {report.left[0].file}: {report.left[0].reason}"
-        verdict = f"{report.damaged_values} values and {format_bytes(report.damaged_bytes)} damaged; {done}"
-    checked = f"{report.values:,} values, {format_bytes(report.value_bytes)} in {report.segments} segments"
+            first = report.left[0]
+            done = f"{counted(len(report.left), 'place')} could not be repaired, first {first.file}: {first.reason}"
+        verdict = f"{counted(report.damaged_values, 'value')} and {format_bytes(report.damaged_bytes)} damaged; {done}"
+    checked = f"{counted(report.values, 'value')}, {format_bytes(report.value_bytes)} in {counted(report.segments, 'segment')}"
     console.print(f"{checked}: {verdict}", markup=False)
     if opened_by is not None:
         console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
@@ -193,7 +194,7 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
 def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
     if not report.unproven_values:
         return
-    count = f"{report.unproven_values:,} of them are"
+    count = f"{report.unproven_values:,} of them {'is' if report.unproven_values == 1 else 'are'}"
     if key is None:
         says = f"{count} stamped with a store key that was not given: who wrote them was not checked (--store-key-file)"
     else:
@@ -213,7 +214,8 @@ def _clear(args: Namespace) -> int:
         spaces = [space for space in store.stat().spaces if space.digest.hex().startswith(args.namespace.lower())]
         if len(spaces) != 1:
             known = ", ".join(space.digest.hex()[:12] for space in store.stat().spaces) or "none"
-            raise ConfigError(f"{len(spaces)} namespaces start with {args.namespace!r}; there are: {known}")
+            found = "several namespaces start" if spaces else "no namespace starts"
+            raise ConfigError(f"{found} with {args.namespace!r}; there are: {known}")
         cleared = store.clear(spaces[0].digest)
     finally:
         store.close()
@@ -221,7 +223,7 @@ def _clear(args: Namespace) -> int:
     print(
         json.dumps({"namespace": spaces[0].digest.hex(), "values": cleared})
         if args.json
-        else f"{name}: forgot {cleared:,} values"
+        else f"{name}: forgot {counted(cleared, 'value')}"
     )
     return 0
 
@@ -231,7 +233,7 @@ def _clear(args: Namespace) -> int:
 
 def _new_key(args: Namespace) -> int:
     key = write_store_key(args.file)
-    print(f"{args.file}: store key {key.id.hex()}; give it to every server of the store, as --store-key-file, and to nobody else")
+    print(f"{args.file}: store key {key.id.hex()}; give it to every server of the store, as --store-key-file, and keep it secret")
     return 0
 
 
@@ -248,7 +250,7 @@ def _console() -> Console:
 
 COMMAND = Command(
     name="store",
-    summary="show what a log store holds, verify every byte of it, forget a namespace, or make a key",
+    summary="Show what a log store holds, verify every byte of it, forget a namespace, or make a key.",
     configure=configure,
     run=run,
 )

@@ -10,16 +10,17 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from stepwell.base.units import counted
 from stepwell.cli.command import Command
 from stepwell.sim.describe import Description, describe
 from stepwell.sim.files import TraceFile, write_trace
 from stepwell.sim.generate import KINDS, Shape, generate
 
-_PIPE_WIDTH = 160  # columns when nobody's terminal tells: no cell is cut
+_PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
 
 
 def configure(parser: ArgumentParser) -> None:
-    orders = parser.add_subparsers(title="orders", metavar="ORDER", required=True)
+    orders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     about = orders.add_parser("describe", help="count requests, tokens and what comes again")
     about.add_argument("trace", type=Path, metavar="FILE", help="a trace of any format that can be read")
     about.set_defaults(order=_describe)
@@ -30,10 +31,16 @@ def configure(parser: ArgumentParser) -> None:
     make = orders.add_parser("generate", help="make a trace up from a seed")
     make.add_argument("kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
     make.add_argument("out", type=Path, metavar="OUT", help="gzipped if its name ends in .gz")
-    make.add_argument("--sessions", type=int, default=100, metavar="N", help="(default: 100)")
+    make.add_argument("--sessions", type=int, default=100, metavar="N", help="conversations (default: 100)")
     make.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same trace (default: 0)")
     make.add_argument("--duration", type=float, default=3600.0, metavar="SECONDS", help="in which sessions begin (default: 3600)")
-    make.add_argument("--block-tokens", type=int, default=64, metavar="N", help="(default: 64)")
+    make.add_argument(
+        "--block-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens that prompts are cut into, by which they are compared (default: 64)",
+    )
     make.set_defaults(order=_generate)
     for order in (about, convert, make):
         order.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -70,7 +77,7 @@ def _say_written(args: Namespace, written: int) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), "requests": written}))
     else:
-        print(f"{args.out}: {written:,} requests")
+        print(f"{args.out}: {counted(written, 'request')}")
     return 0
 
 

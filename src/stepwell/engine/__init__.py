@@ -1,10 +1,28 @@
-"""A small serving engine over the cache: continuous batching, exact resumption, compact hybrid models. Needs torch."""
+"""A small serving engine over the cache: continuous batching, exact resumption, compact hybrid models. Needs torch.
 
-from stepwell.engine.building.build import build_engine, load_engine
-from stepwell.engine.building.settings import EngineConfig
-from stepwell.engine.engine import Answer, Engine
-from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, Usage
-from stepwell.engine.scheduling.scheduler import Limits
+Importing it loads nothing: each public name brings in what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from stepwell.engine.building.build import build_engine, load_engine
+    from stepwell.engine.building.settings import EngineConfig
+    from stepwell.engine.engine import Answer, Engine
+    from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, Usage
+    from stepwell.engine.scheduling.scheduler import Limits
+
+_HOMES = {
+    "stepwell.engine.building.build": ("build_engine", "load_engine"),
+    "stepwell.engine.building.settings": ("EngineConfig",),
+    "stepwell.engine.engine": ("Answer", "Engine"),
+    "stepwell.engine.requests.request": ("Ask", "Delta", "Finish", "Sampling", "Usage"),
+    "stepwell.engine.scheduling.scheduler": ("Limits",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Answer",
@@ -19,3 +37,11 @@ __all__ = [
     "build_engine",
     "load_engine",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'stepwell.engine' has no attribute {name!r}")
+    value = getattr(import_module(_HOME_OF[name]), name)
+    globals()[name] = value  # found here from now on
+    return value

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import NO_PAGES, PageIds
+from stepwell.base.units import at_least, format_bytes
 from stepwell.memory.layout import ArenaLayout
 from stepwell.memory.slabs import SlabPool
 
@@ -51,8 +52,8 @@ class Arena:
         self._empty = SlabPool(layout)  # never taken from: what the arena is like with nothing in it
         if self._empty.short(dict.fromkeys(layout.strides, 1)):
             raise ConfigError(
-                f"a {tier.label} tier of {layout.size_bytes} bytes cannot hold one page of each kind side by side; "
-                f"give it at least {2 * len(layout.strides) * max(layout.strides.values())} bytes"
+                f"{tier.label}_bytes of {format_bytes(layout.size_bytes)} cannot hold one page of each kind side by side: "
+                f"it must be at least {at_least(2 * len(layout.strides) * max(layout.strides.values()))}"
             )
         self._on_free = on_free
         self.refs = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}

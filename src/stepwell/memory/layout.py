@@ -15,6 +15,7 @@ from math import gcd, lcm
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
+from stepwell.base.units import at_least, format_bytes
 
 PAGE_ALIGNMENT_BYTES = 4096  # of every page: what direct I/O, pinned copies and registered memory ask for at most
 SLAB_BYTES = 64 * 2**20  # sizes are tried from here on, or in smaller arenas
@@ -64,7 +65,8 @@ def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int, tier: Tier = 
     least = sum(strides.values())
     if budget_bytes < least:
         raise ConfigError(
-            f"a tier of {budget_bytes} bytes cannot hold one page of each kind for {spec.name!r}; it needs at least {least} bytes"
+            f"{tier.label}_bytes of {format_bytes(budget_bytes)} cannot hold one page of each kind for {spec.name!r}: "
+            f"it must be at least {at_least(least)}"
         )
     return ArenaLayout(size_bytes=budget_bytes, slab_bytes=slab_bytes_of(strides, budget_bytes), strides=strides, tier=tier)
 

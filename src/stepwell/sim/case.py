@@ -42,7 +42,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.requests is not None and self.requests < 1:
-            raise ConfigError(f"requests must be 1 or more, got {self.requests}")
+            raise ConfigError(f"`requests` must be 1 or more, got {self.requests}")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ConfigError(f"--max-model-len must be 1 or more, got {self.max_model_len}")
 

@@ -89,7 +89,9 @@ class TraceFile:
                     if line.strip():
                         yield number, self._parsed(number, line)
         except (OSError, EOFError, zlib.error) as error:
-            raise TraceError(f"{self._path}, after line {number}: cannot be read: {error}") from None
+            where = f"{self._path}, after line {number}" if number else str(self._path)
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise TraceError(f"{where}: cannot be read: {why}") from None
 
     def _parsed(self, number: int, line: bytes) -> Any:
         try:
@@ -108,7 +110,7 @@ def write_trace(path: Path, requests: Iterable[TraceRequest], *, block_tokens: i
         count = _write(part, path.suffix == ".gz", requests, {"block_tokens": block_tokens, "source": source})
         part.replace(path)
     except OSError as error:
-        raise TraceError(f"{path}: cannot be written: {error}") from None
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)

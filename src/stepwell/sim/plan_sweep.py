@@ -8,6 +8,7 @@ from fractions import Fraction
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
+from stepwell.base.units import at_least, format_bytes
 from stepwell.cache.build import layouts_for
 from stepwell.memory.arena import Arena
 from stepwell.sim.case import TIERS, Case, Sizes
@@ -56,7 +57,9 @@ def _check(case: Case) -> None:
         Arena(tier, layout)
     least_bytes = max(setup.spec.object_bytes(kind) for kind in Kind)
     if setup.store_bytes is not None and setup.store_bytes < least_bytes:
-        raise ConfigError(f"a store of {setup.store_bytes} bytes cannot hold one page; it needs at least {least_bytes} bytes")
+        raise ConfigError(
+            f"store_budget of {format_bytes(setup.store_bytes)} cannot hold one page: it must be at least {at_least(least_bytes)}"
+        )
 
 
 def _key(sizes: Sizes) -> tuple[tuple[Tier, int], ...]:

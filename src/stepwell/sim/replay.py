@@ -16,6 +16,7 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError, NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import Clock, ManualClock
+from stepwell.base.units import counted
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
 from stepwell.sim.ceiling import Ceiling
@@ -162,7 +163,7 @@ def replay_trace(
         if on_request is not None:
             on_request()
     if 0 < served <= warm_up:
-        raise ConfigError(f"{trace.name} has {served} requests: a warm-up of {warm_up} leaves none to count")
+        raise ConfigError(f"a warm-up of {warm_up} leaves none to count of the {counted(served, 'request')} of {trace.name}")
     replay.cache.close()  # what still waits to be stored is counted too
     return replay.tally.report(trace=trace.name, policy=policy, wall_s=clock.now() - started_s)
 

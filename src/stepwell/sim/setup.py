@@ -24,6 +24,6 @@ class Setup:
 
     def __post_init__(self) -> None:
         if self.config.device_bytes is None:
-            raise ConfigError("a replay needs a device tier: requests compute into it")
+            raise ConfigError("device_memory must be more than 0: requests compute into the device tier")
         if self.store_bytes is not None and self.config.host_bytes is None:
-            raise ConfigError("a store stands below host memory: give the replay a host tier too")
+            raise ConfigError("a store needs a host tier above it: give host_memory, or set store_budget to none")

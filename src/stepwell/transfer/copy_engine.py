@@ -131,7 +131,7 @@ def refusal(size_bytes: int, where: str, why: Exception) -> ConfigError:
     reason = (str(why).splitlines() or [type(why).__name__])[0]
     return ConfigError(
         f"{format_bytes(size_bytes)} of {where} memory for a tier cannot be had ({reason:.200}); {format_bytes(free_bytes())} "
-        f"of host memory are free: give less {SETTINGS} (device_memory or host_memory of an engine), or look at ulimit -v"
+        f"of host memory are free: give the tiers less memory ({SETTINGS}), or look at ulimit -v"
     )
 
 

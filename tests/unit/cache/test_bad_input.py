@@ -138,7 +138,7 @@ def test_tunings_that_cannot_work(tuning: dict[str, float], says: str) -> None:
 
 @pytest.mark.parametrize("tiers", [{"device_bytes": 4096}, {"device_bytes": 1 << 20, "host_bytes": 4096}])
 def test_budgets_too_small_for_one_page_of_each_kind(tiers: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="needs at least 12288 bytes"):
+    with pytest.raises(ConfigError, match=r"must be at least 12\.0 KiB"):
         build_cache(HYBRID, CacheConfig(**tiers))  # type: ignore[arg-type]
 
 

@@ -107,7 +107,7 @@ def test_check_finds_a_damaged_header_and_repair_covers_it(directory: Path, caps
     header = place_of(directory, "v1") - 4096
     damage(directory, header + 100)
     status, out, _ = run(capsys, "store", "check", str(directory))
-    assert status == 1 and "no valid header" in out and "1 values" in out
+    assert status == 1 and "no valid header" in out and "1 value " in out
     assert run(capsys, "store", "check", str(directory), "--repair")[0] == 0
     assert run(capsys, "store", "check", str(directory))[0] == 0
     (directory / "snapshot").unlink()
@@ -203,7 +203,7 @@ def test_damage_to_keyed_values_is_found_without_the_key(directory: Path, capsys
         store.write_from(ONE, [keyed(StoreKey(bytes(range(32))), "v9")])
     damage(directory, place_of(directory, "v9") + 500)
     status, out, _ = run(capsys, "store", "check", str(directory))
-    assert status == 1 and "do not match their checksum" in out and "1 of them are stamped" in out
+    assert status == 1 and "do not match their checksum" in out and "1 of them is stamped" in out
 
 
 def keyed(store_key: StoreKey, name: str, where: Space = ONE) -> Write:

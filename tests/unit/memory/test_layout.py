@@ -85,7 +85,7 @@ def test_an_arena_large_enough_for_two_pages_of_each_kind_can_be_laid_out(stride
 
 def test_a_budget_below_one_object_of_each_kind_is_refused_with_the_number() -> None:
     lay_out(HYBRID, budget_bytes=96, alignment=16)
-    with pytest.raises(ConfigError, match="needs at least 96 bytes"):
+    with pytest.raises(ConfigError, match=r"host_bytes of 95 B .* it must be at least 96 B"):
         lay_out(HYBRID, budget_bytes=95, alignment=16)
     with pytest.raises(ConfigError, match="cannot hold one page of each kind for 'toy'"):
         lay_out(FULL, budget_bytes=31, alignment=16)

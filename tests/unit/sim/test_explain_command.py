@@ -10,7 +10,7 @@ import pytest
 from stepwell.cli.main import main
 
 MODEL = ("--spec", "qwen3-next-80b")
-SMALL = ("--device", "4GiB", "--host", "8GiB", "--store", "none")
+SMALL = ("--device-memory", "4GiB", "--host-memory", "8GiB", "--store-budget", "none")
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def test_explain_agrees_with_replay_and_adds_up(trace: Path, tmp_path: Path, cap
     assert main(["explain", str(trace), *MODEL, *SMALL, "--json", str(out), "--html", str(page)]) == 0
     table = capsys.readouterr().out
     figures = json.loads(out.read_text())
-    assert main(["replay", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--json", "-"]) == 0
+    assert main(["replay", str(trace), *MODEL, *SMALL, "--json", "-"]) == 0
     replayed = json.loads(capsys.readouterr().out)
     assert figures["computed_tokens"] == replayed["computed_tokens"] == sum(figures["reasons"].values())
     assert figures["prompt_tokens"] == replayed["prompt_tokens"]
@@ -49,7 +49,8 @@ def test_several_traces_are_explained_each_on_its_own(trace: Path, capsys: pytes
 
 def test_a_larger_device_leaves_less_that_was_evicted(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def evicted(device: str) -> int:
-        assert main(["explain", str(trace), *MODEL, "--device", device, "--host", "none", "--store", "none", "--json", "-"]) == 0
+        sizes = ("--device-memory", device, "--host-memory", "none", "--store-budget", "none")
+        assert main(["explain", str(trace), *MODEL, *sizes, "--json", "-"]) == 0
         reasons = json.loads(capsys.readouterr().out)["reasons"]
         return int(reasons["evicted_prefix"] + reasons["checkpoint_evicted"])
 
@@ -62,9 +63,9 @@ def test_a_larger_device_leaves_less_that_was_evicted(trace: Path, capsys: pytes
         (("--requests", "0"), "requests must be 1 or more"),
         (("--requests", "-3"), "requests must be 1 or more"),
         (("--policy", "best"), "no policy is called 'best'"),
-        (("--host", "none"), "host"),
+        (("--host-memory", "none"), "host"),
         (("--spec", "gpt-9"), "gpt-9"),
-        (("--html", "/nowhere/x.html", "--requests", "1"), "cannot write /nowhere/x.html"),
+        (("--html", "/nowhere/x.html", "--requests", "1"), "there is no directory /nowhere"),
     ],
 )
 def test_mistakes_are_one_line(trace: Path, argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

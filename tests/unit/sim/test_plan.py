@@ -161,7 +161,7 @@ def test_sizes_that_hold_no_page_are_left_out_below_and_refused_as_given() -> No
     assert len(found.curves[Tier.DEVICE]) == 4
     with pytest.raises(ConfigError, match="cannot hold one page"):
         sweep(case_of(sizes={Tier.DEVICE: page_bytes // 2}))
-    with pytest.raises(ConfigError, match="a store of 0 bytes cannot hold one page"):
+    with pytest.raises(ConfigError, match="store_budget of 0 B cannot hold one page"):
         sweep(case_of(sizes={Tier.DEVICE: GIB, Tier.HOST: GIB, Tier.STORE: 0}))
 
 
@@ -178,7 +178,7 @@ def test_the_beginning_of_a_trace_is_its_first_requests(tmp_path: Path) -> None:
     assert [each.at_s for each in case_of(trace=path, requests=2).open_trace()] == [0.0, 1.0]
     assert len(list(case_of(trace=path, requests=99).open_trace())) == 5
     assert Part(case_of(trace=path).open_trace(), 1, None).name == "t.jsonl"
-    with pytest.raises(ConfigError, match="requests must be"):
+    with pytest.raises(ConfigError, match="`requests` must be"):
         case_of(requests=0)
 
 

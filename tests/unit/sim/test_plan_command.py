@@ -14,7 +14,7 @@ from stepwell.cli.main import main
 from waiting import PATIENCE_S, wait_until
 
 MODEL = ("--spec", "qwen3-next-80b")
-SMALL = ("--device", "4GiB", "--host", "8GiB", "--store", "none", "--requests", "12")
+SMALL = ("--device-memory", "4GiB", "--host-memory", "8GiB", "--store-budget", "none", "--requests", "12")
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_checkpoints_in_eight_bits_make_room_below_the_device(trace: Path, tmp_p
 @pytest.mark.parametrize(
     ("argv", "complaint"),
     [
-        (("--jobs", "0"), "jobs must be 1 or more"),
-        (("--requests", "0"), "requests must be 1 or more"),
+        (("--jobs", "0"), "--jobs must be 1 or more"),
+        (("--requests", "0"), "--requests must be 1 or more"),
         (("--policy", "best"), "no policy is called 'best'"),
-        (("--device", "lots"), "not an amount of memory"),
-        (("--device", "none"), "device tier"),
-        (("--host", "none"), "host"),
-        (("--device", "1MiB"), "cannot hold one page"),
-        (("--store", "0"), "a store of 0 bytes cannot hold one page"),
+        (("--device-memory", "lots"), "not an amount of memory"),
+        (("--device-memory", "none"), "--device-memory must be more than 0"),
+        (("--host-memory", "none"), "give --host-memory, or set --store-budget to none"),
+        (("--device-memory", "1MiB"), "cannot hold one page"),
+        (("--store-budget", "1KiB"), "--store-budget of 1.0 KiB cannot hold one page: it must be at least"),
         (("--price", "device=1"), "host, store is missing"),
         (("--price", "tape=1"), "not 'tape'"),
         (("--price", "device=cheap"), "must be a number"),
@@ -105,7 +105,7 @@ def test_a_trace_that_breaks_off_in_a_worker_is_one_line(tmp_path: Path, capsys:
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     trace = tmp_path / "long.jsonl.gz"  # long enough not to be done before it is interrupted
     assert main(["trace", "generate", "agents", str(trace), "--sessions", "40", "--json"]) == 0
-    argv = ("-m", "stepwell", "plan", str(trace), *MODEL, "--device", "4GiB", "--host", "8GiB", "--jobs", "2")
+    argv = ("-m", "stepwell", "plan", str(trace), *MODEL, "--device-memory", "4GiB", "--host-memory", "8GiB", "--jobs", "2")
     with started(*argv) as process:
         wait_for_members(process, 3)  # a worker is among them
         tell(process, signal.SIGINT)  # as a terminal does: everybody hears it

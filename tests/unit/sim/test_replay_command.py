@@ -10,6 +10,7 @@ import pytest
 from stepwell.cli.main import main
 
 MODEL = ("--spec", "qwen3-next-80b")
+DEVICE_ONLY = ("--host-memory", "none", "--store-budget", "none")
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 def test_replay_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, page = tmp_path / "out.json", tmp_path / "out.html"
-    tiers = ("--device", "4GiB", "--host", "16GiB", "--store", "4TiB")
+    tiers = ("--device-memory", "4GiB", "--host-memory", "16GiB", "--store-budget", "4TiB")
     assert main(["replay", str(trace), *MODEL, *tiers, "--json", str(out), "--html", str(page)]) == 0
     figures = json.loads(out.read_text())
     by_source = [figures[f"{name}_tokens"] for name in ("device", "host", "store", "computed")]
@@ -38,7 +39,7 @@ def test_replay_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_compare_replays_with_every_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(trace), *MODEL, "--device", "2GiB", "--compare", "--json", "-"]) == 0
+    assert main(["replay", str(trace), *MODEL, *DEVICE_ONLY, "--device-memory", "2GiB", "--compare", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["replays"]
     fixed = ["end", "every-8192", "every-2048", "every-512", "second-hit", "path-cap-4", "thinned"]
     assert [row["policy"] for row in rows] == ["value", "lru", *fixed]
@@ -47,7 +48,7 @@ def test_compare_replays_with_every_policy(trace: Path, capsys: pytest.CaptureFi
 
 def test_kv_dtype_and_warm_up_are_used(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def replayed(*more: str) -> dict[str, float]:
-        assert main(["replay", str(trace), *MODEL, "--device", "1GiB", "--json", "-", *more]) == 0
+        assert main(["replay", str(trace), *MODEL, *DEVICE_ONLY, "--device-memory", "1GiB", "--json", "-", *more]) == 0
         return json.loads(capsys.readouterr().out)
 
     plain = replayed()
@@ -56,7 +57,8 @@ def test_kv_dtype_and_warm_up_are_used(trace: Path, capsys: pytest.CaptureFixtur
 
 
 def test_the_first_requests_can_be_replayed_alone_and_any_tier_left_out(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["replay", str(trace), *MODEL, "--device", "2GiB", "--host", "none", "--write", "back", "--whole-blocks"]
+    sizes = ("--device-memory", "2GiB", "--host-memory", "none", "--store-budget", "0")
+    argv = ["replay", str(trace), *MODEL, *sizes, "--write-policy", "back", "--whole-blocks"]
     assert main([*argv, "--requests", "5"]) == 0
     told = capsys.readouterr().out
     assert "where prompts came from" in told and "written: to host / store" in told
@@ -95,14 +97,14 @@ def test_a_converted_trace_replays_alike(trace: Path, tmp_path: Path, capsys: py
     ("argv", "complaint"),
     [
         (("--policy", "best"), "no policy is called 'best'"),
-        (("--device", "lots"), "not an amount of memory"),
-        (("--store", "1TiB"), "host"),
+        (("--device-memory", "lots"), "not an amount of memory"),
+        (("--host-memory", "0"), "give --host-memory, or set --store-budget to none"),
         (("--hardware", "warp=9"), "hardware has no 'warp'"),
         (("--warm-up", "-1"), "--warm-up"),
-        (("--requests", "0"), "requests must be 1 or more"),
+        (("--requests", "0"), "--requests must be 1 or more"),
         (("--max-model-len", "0"), "--max-model-len must be 1 or more"),
         (("--policy", "lru", "--compare"), "not allowed with argument --policy"),
-        (("--device", "1MiB"), "cannot hold one page"),
+        (("--device-memory", "1MiB"), "cannot hold one page"),
     ],
 )
 def test_mistakes_are_one_line(trace: Path, argv: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -229,7 +229,7 @@ def _document(row: Row) -> dict[str, Any]:
 
 COMMAND = Command(
     name="demo-cluster",
-    summary="prefill and decode servers behind a router, over one Mooncake cluster: kill one in an answer, and compare them all",
+    summary="Run prefill and decode servers behind a router, kill one in an answer, and compare every answer.",
     configure=_configure,
     run=_run,
     extra="serve,mooncake",

@@ -2,7 +2,8 @@
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
         "backend_name": "stepwell", "module_path": "stepwell.connectors.sglang", "class_name": "StepwellHiCache",
-        "interface_v1": 1, "hicache_storage_pass_prefix_keys": true, "store": "log:/var/cache/stepwell", "budget": "100GiB"}'
+        "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
+        "store": "log:/var/cache/stepwell", "store_budget": "100GiB"}'
 
 SGLang decides what is stored and when; this answers. SGLang ends its processes without closing anything, so nothing waits for
 `close`. Called on its scheduler, prefetch and backup threads.

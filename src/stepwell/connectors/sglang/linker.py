@@ -2,7 +2,7 @@
 
     --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
     --unified-cache-external-linker-config '{"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang",
-        "linker_extra_config": {"host_memory": "64GiB", "store": "log:/var/cache/stepwell", "budget": "500GiB"}}'
+        "linker_extra_config": {"host_memory": "64GiB", "store": "log:/var/cache/stepwell", "store_budget": "500GiB"}}'
 
 SGLang decides what is saved and where it is loaded; this says how far a prompt can be restored, and keeps its word. All calls
 come on the scheduler's thread, in the same order on every rank. Imports SGLang.

@@ -10,12 +10,12 @@ from difflib import get_close_matches
 from math import isfinite
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.units import parse_bytes
+from stepwell.base.units import is_none, parse_tier
 from stepwell.connectors.sglang.ranks import Ranks
 
 _OF_SGLANG = ("backend_name", "module_path", "class_name", "interface_v1")
-_OWN = ("store", "budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
-_EXAMPLE = '"store": "log:/var/cache/stepwell", "budget": "100GiB"'
+_OWN = ("store", "store_budget", "store_options", "store_key_file", "identity", "deadline_s", "readers")
+_EXAMPLE = '"store": "log:/var/cache/stepwell", "store_budget": "100GiB"'
 _PLACE = "--hicache-storage-backend-extra-config"
 _OF_LINKER = ("host_memory", "fetch_wait_s", *_OWN)
 _LINKER_PLACE = '"linker_extra_config" in --unified-cache-external-linker-config'
@@ -59,13 +59,14 @@ def linker_settings_of(given: Mapping[str, object] | None) -> LinkerSettings:
     memory = given.get("host_memory")
     if not isinstance(memory, (str, int)) or isinstance(memory, bool):
         raise ConfigError(f'{_LINKER_PLACE} must say how much host memory to use, as "host_memory": "64GiB"; got {memory!r}')
-    unused = [name for name in _OWN if name in given and name != "identity"]
-    if "store" not in given and unused:
+    has_store = not is_none(given.get("store"))
+    unused = [name for name in _OWN if name in given and name not in ("identity", "store")]
+    if not has_store and unused:
         raise ConfigError(f"{_LINKER_PLACE} has {unused[0]!r}, but no store: add for example {_EXAMPLE}")
     return LinkerSettings(
         host_bytes=_size(memory, _LINKER_PLACE),
         fetch_wait_s=_positive(given, "fetch_wait_s", 2.0, _LINKER_PLACE),
-        store=_store_settings(given, _LINKER_PLACE) if "store" in given else None,
+        store=_store_settings(given, _LINKER_PLACE) if has_store else None,
     )
 
 
@@ -110,10 +111,10 @@ def _options(given: Mapping[str, object]) -> dict[str, str]:
     options = given.get("store_options") or {}
     if not isinstance(options, dict):
         raise ConfigError(f'"store_options" is an object of options and their values, got {options!r}')
-    if "budget" in given:
+    if "store_budget" in given:
         if "budget" in options:
-            raise ConfigError('say how large the store may become once: as "budget", or as "budget" in "store_options"')
-        options = {**options, "budget": given["budget"]}
+            raise ConfigError('say how large the store may become once: as "store_budget", or as "budget" in "store_options"')
+        options = {**options, "budget": given["store_budget"]}
     return {str(name): str(value) for name, value in options.items()}
 
 
@@ -139,10 +140,7 @@ def _readers(given: Mapping[str, object], place: str) -> int:
 
 
 def _size(memory: str | int, place: str) -> int:
-    try:
-        size = parse_bytes(memory)
-    except ConfigError as error:
-        raise ConfigError(f'"host_memory" in {place}: {error}') from error
-    if not size:
-        raise ConfigError(f'"host_memory" in {place} must be more than nothing: write a size, as "64GiB"')
+    size = parse_tier(memory, f'"host_memory" in {place}')
+    if size is None:
+        raise ConfigError(f'"host_memory" in {place} must be more than 0: the connector keeps its cache there; write "64GiB"')
     return size

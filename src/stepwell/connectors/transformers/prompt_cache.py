@@ -25,7 +25,7 @@ from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
-from stepwell.base.units import parse_bytes
+from stepwell.base.units import is_none, parse_tier
 from stepwell.cache.build import build_cache, layouts_for
 from stepwell.cache.explain import Explanation
 from stepwell.cache.facade import Cache
@@ -64,6 +64,8 @@ class PromptCache:
     ) -> None:  # fmt: skip
         if chunk_tokens < page_tokens:
             raise ConfigError(f"chunk_tokens must be at least the {page_tokens} of a page, got {chunk_tokens}")
+        if isinstance(store, str) and is_none(store):
+            store = None
         if store is None and store_options:
             raise ConfigError('store_options need a store, for example store="log:/var/cache/prompts"')
         make_first_calls()
@@ -247,9 +249,9 @@ class PromptCache:
 
 
 def _size(host_memory: str | int) -> int:
-    size = parse_bytes(host_memory)
-    if not size:
-        raise ConfigError('host_memory must be more than nothing: write a size, as "8GiB"')
+    size = parse_tier(host_memory, "host_memory")
+    if size is None:
+        raise ConfigError('host_memory must be more than 0: prompts are kept there; write a size, as "8GiB"')
     return size
 
 

@@ -12,7 +12,7 @@ from math import isfinite
 
 from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
-from stepwell.base.units import parse_bytes
+from stepwell.base.units import is_none, parse_tier
 from stepwell.store.registry import names
 
 KNOWN = (
@@ -110,7 +110,7 @@ def _must_be_known(given: Mapping[str, object], known: tuple[str, ...], place: s
 
 def _store(extra: Mapping[str, object]) -> str | None:
     """A store by name, which is looked at now: it is opened long after the model has been loaded."""
-    store = _text(extra, "store")
+    store = None if is_none(extra.get("store")) else _text(extra, "store")
     if store is None:
         return None
     name, colon, _ = store.partition(":")
@@ -132,7 +132,7 @@ def _store_options(extra: Mapping[str, object]) -> dict[str, str]:
         if "budget" in options:
             raise ConfigError('say how large the store may become once: as "store_budget", or as "budget" in store_options')
         options["budget"] = str(_bytes(extra, "store_budget"))
-    if (options or extra.get("store_key_file") is not None) and extra.get("store") is None:
+    if (options or extra.get("store_key_file") is not None) and _store(extra) is None:
         raise ConfigError('store_budget, store_options and store_key_file need a "store", as "log:/var/cache/stepwell"')
     return options
 
@@ -141,12 +141,9 @@ def _bytes(extra: Mapping[str, object], key: str) -> int:
     value = extra[key]
     if not isinstance(value, (str, int)) or isinstance(value, bool):
         raise ConfigError(f'{key} must be a size, as "64GiB", got {value!r}')
-    try:
-        size = parse_bytes(value)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-    if not size:
-        raise ConfigError(f'{key} must be more than nothing: write a size, as "64GiB"')
+    size = parse_tier(value, key)
+    if size is None:
+        raise ConfigError(f'{key} must be more than 0: write a size, as "64GiB"')
     return size
 
 

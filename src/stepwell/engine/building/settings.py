@@ -20,7 +20,7 @@ from stepwell.base.inherited_block import InheritedBlock
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.families.summaries import DSA
 from stepwell.base.spec.narrow import Narrow
-from stepwell.base.units import format_bytes, parse_bytes
+from stepwell.base.units import counted, format_bytes, is_none, parse_tier
 from stepwell.cache.facade import Cache
 from stepwell.engine.drafts.own_layer import MTP
 from stepwell.engine.loading.checkpoint import Checkpoint
@@ -44,7 +44,7 @@ REPLACE_HOT = ("score", "age")
 _ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
 _OF_HOT_ROWS = ("replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
 _DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
-_NEEDS_HOST = "a store needs a host tier above it: give host_memory"
+_NEEDS_HOST = "a store needs a host tier above it: give host_memory, or leave `store` out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class EngineConfig:
     """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`, and for `device_memory` also `70%` of what
     the weights leave); None for a sensible default.
 
-    A `host_memory` of 0 does without a host tier.
+    `0` and `none` for `host_memory` or `store` mean no such tier.
     """
 
     device: str = "auto"  # or cpu, cuda, cuda:NUMBER; with several ranks also one for each, as in cuda:2,cuda:3
@@ -91,13 +91,17 @@ class EngineConfig:
     stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
     host_block: Callable[[int], InheritedBlock] | None = None  # makes the host tier's memory, for others to map too
 
+    def __post_init__(self) -> None:
+        if is_none(self.store):
+            object.__setattr__(self, "store", None)
+
     @property
     def picks(self) -> Sparse | None:
         """What picks, checked. Raises ConfigError."""
         if self.sparse is None and self.sparse_budget is not None:
-            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with sparse")
+            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with `sparse`")
         if self.sparse is None and self.hot_rows is not None:
-            raise ConfigError("hot_rows are for rows that are picked: name what picks them with sparse, or leave hot_rows out")
+            raise ConfigError("hot_rows are for rows that are picked: name what picks them with `sparse`, or leave hot_rows out")
         if self.sparse is None:
             return None
         return Sparse(selector=self.sparse, budget=self.sparse_budget, hot_rows=self.hot_rows is not None)
@@ -106,8 +110,10 @@ class EngineConfig:
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError for settings that can work with no model on this machine. Takes nothing."""
     device, dtype = device_of(config), dtype_of(config)
-    if dtype not in TORCH_DTYPES or (config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES):
-        raise ConfigError(f"dtype must be one of {', '.join(TORCH_DTYPES)}, and kv_dtype of {', '.join(KV_DTYPES)}")
+    if dtype not in TORCH_DTYPES:
+        raise ConfigError(f"`dtype` must be one of auto, {', '.join(TORCH_DTYPES)}; got {dtype!r}")
+    if config.kv_dtype is not None and config.kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}; got {config.kv_dtype!r}")
     check_kernels(config.kernels, device, TORCH_DTYPES[dtype])
     _check_ranks(config)
     _check_sparse(config)
@@ -139,10 +145,10 @@ def _check_sparse(config: EngineConfig) -> None:
         plain = EngineConfig()
         for name in _OF_HOT_ROWS:
             if getattr(config, name) != getattr(plain, name):
-                raise ConfigError(f"{name} is for attention rows on the host: give sparse, with hot_rows, or leave it out")
+                raise ConfigError(f"{name} is for attention rows on the host: give `sparse`, with hot_rows, or leave it out")
         return
-    how = f"sparse {picks.selector}" + ("" if picks.selector == DSA else " with hot_rows")
-    instead = "sparse" if picks.selector == DSA else "hot_rows"
+    how = f"`sparse={picks.selector}`" + ("" if picks.selector == DSA else " with hot_rows")
+    instead = "`sparse`" if picks.selector == DSA else "hot_rows"
     if config.replace_hot not in REPLACE_HOT:
         raise ConfigError(f"replace_hot must be one of {', '.join(REPLACE_HOT)}, got {config.replace_hot!r}")
     if (config.hot_rows or 0) < 0:
@@ -154,7 +160,7 @@ def _check_sparse(config: EngineConfig) -> None:
     if host_bytes_of(config) is None:
         raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
     if config.write is not None and not config.write.saves_on_commit:
-        raise ConfigError(f"{how} needs the write policy through, for rows leave the device once the host has them; "
+        raise ConfigError(f"{how} needs `write=through`, since rows leave the device once the host has them; "
                           f"got {config.write.value}")  # fmt: skip
 
 
@@ -227,7 +233,7 @@ def device_of(config: EngineConfig) -> str:
     if len(named) > 1 and (len(named) != config.tensor_parallel or not all(each.startswith("cuda:") for each in named)):
         raise ConfigError(
             f"several devices are one for each rank, as in cuda:0,cuda:1 with tensor_parallel 2; got {config.device} with "
-            f"{config.tensor_parallel}"
+            f"tensor_parallel {config.tensor_parallel}"
         )
     return named[0]
 
@@ -235,13 +241,13 @@ def device_of(config: EngineConfig) -> str:
 def _check_device(device: str) -> None:
     known = _DEVICE.fullmatch(device)
     if known is None:
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
+        raise ConfigError(f"`device` must be auto, cpu, cuda or cuda:NUMBER, got {device!r}")
     if device == "cpu":
         return
     if not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but torch sees no CUDA here; use --device cpu")
+        raise ConfigError(f"`device` is {device!r}, and torch sees no CUDA here; use `device=cpu`")
     if int(known[1] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} was asked for, but torch sees {torch.cuda.device_count()}, from cuda:0 on")
+        raise ConfigError(f"`device` is {device!r}, and torch sees {counted(torch.cuda.device_count(), 'GPU')}, from cuda:0 on")
 
 
 def dtype_of(config: EngineConfig) -> str:
@@ -256,7 +262,10 @@ def device_bytes_of(config: EngineConfig, device: str, *, free: int | None = Non
     if isinstance(config.device_memory, str) and config.device_memory.endswith("%"):
         return int(free * _share(config.device_memory))
     if config.device_memory is not None:
-        return parse_bytes(config.device_memory)
+        given = parse_tier(config.device_memory, "device_memory")
+        if given is None:
+            raise ConfigError("device_memory must be more than 0: the engine computes into the device tier")
+        return given
     return min(CPU_DEVICE_BYTES, free // 4) if device == "cpu" else int(free * CUDA_SHARE)
 
 
@@ -264,7 +273,7 @@ def _share(text: str) -> float:
     """`70%` as 0.7. Raises ConfigError."""
     number = text.removesuffix("%").strip()
     if not number.isdecimal() or not 1 <= int(number) <= 99:
-        raise ConfigError(f"a share of device memory must be from 1% to 99%, got {text!r}")
+        raise ConfigError(f"a share in device_memory must be from 1% to 99%, got {text!r}")
     return int(number) / 100
 
 
@@ -276,7 +285,7 @@ def limits_for(config: EngineConfig) -> Limits:
 def host_bytes_of(config: EngineConfig) -> int | None:
     if config.host_memory is None:
         return min(8 * 2**30, free_bytes() // 4)
-    return parse_bytes(config.host_memory) or None
+    return parse_tier(config.host_memory, "host_memory")
 
 
 def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
@@ -287,7 +296,7 @@ def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
             needed += each_bytes * ranks
         elif each_bytes * ranks > (free := torch.cuda.mem_get_info(device)[0]):
             asked = f"{format_bytes(each_bytes)}{f' for each of {ranks} ranks' if ranks > 1 else ''}"
-            raise ConfigError(f"device memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
+            raise ConfigError(f"device_memory of {asked} does not fit: {format_bytes(free)} are free on {device}")
     must_fit(needed, settings="device_memory or host_memory")
 
 
@@ -299,9 +308,7 @@ def most_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
     if config.max_context is None:
         return checkpoint.max_context
     if config.max_context > checkpoint.max_context:
-        raise ConfigError(
-            f"max_context (--max-model-len) is {config.max_context}, and this model was made for {checkpoint.max_context} at most"
-        )
+        raise ConfigError(f"max_context is {config.max_context}, and this model was made for {checkpoint.max_context} at most")
     return config.max_context
 
 
@@ -309,8 +316,8 @@ def must_hold(config: EngineConfig, held: int) -> None:
     """Raises ConfigError where a length was asked for that no request could have for lack of memory."""
     if config.max_context is not None and held < config.max_context:
         raise ConfigError(
-            f"max_context (--max-model-len) is {config.max_context}, and device memory holds a request of {held} tokens at most: "
-            f"raise device_memory (--device-memory), or ask for less"
+            f"max_context is {config.max_context}, and device memory holds a request of {held} tokens at most: "
+            f"raise device_memory, or lower max_context"
         )
 
 

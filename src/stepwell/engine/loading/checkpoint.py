@@ -18,7 +18,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.gguf_file import GgufTensors
 from stepwell.engine.loading.gguf_tokenizer import tokenizer_of
 from stepwell.engine.loading.hf_directory import HfDirectory
-from stepwell.engine.loading.known import RANDOM_HYBRID, find_known, known_names
+from stepwell.engine.loading.known import RANDOM_HYBRID, find_known, known_names, must_be_there
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer, hybrid_config, hybrid_tensors
 from stepwell.engine.loading.tokenizer import Tokenizer
 from stepwell.engine.loading.weights import HeldTensors, TensorSource
@@ -70,13 +70,8 @@ def open_checkpoint(where: str, *, cache_dir: Path | None = None) -> Checkpoint:
         return _open_directory(path, name=path.resolve().name)
     if path.is_file() and path.suffix == ".gguf":
         return _open_gguf(path, name=where if where in known_names() else path.stem)
-    if path.is_file():
-        raise ConfigError(
-            f"{where} is no model: give a Hugging Face model directory or a .gguf file; other formats are not opened"
-        )
-    raise ConfigError(
-        f"there is no model at {where!r}: give a Hugging Face directory, a .gguf file, or one of {', '.join(known_names())}"
-    )
+    must_be_there(where)
+    raise ConfigError(f"{where} is no model: give a Hugging Face model directory or a .gguf file; other formats are not opened")
 
 
 def _open_directory(path: Path, *, name: str) -> Checkpoint:

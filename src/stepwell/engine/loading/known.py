@@ -29,6 +29,14 @@ def known_names() -> tuple[str, ...]:
     return (*_FINDERS, RANDOM_HYBRID)
 
 
+def must_be_there(where: str) -> None:
+    """Raises ConfigError for a model that is neither a known name nor a path that exists. Opens nothing."""
+    if where not in known_names() and not Path(where).exists():
+        raise ConfigError(
+            f"there is no model at {where!r}: give a Hugging Face directory, a .gguf file, or one of {', '.join(known_names())}"
+        )
+
+
 def find_known(name: str, cache_dir: Path) -> Path | None:
     """The file of a model with a name; None when no package has this name. May join a file in `cache_dir`, once.
 

@@ -138,11 +138,11 @@ TORCH = Kernels()
 def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> None:
     """Raises ConfigError for kernels that are not known, or that cannot run here."""
     if name not in KERNELS:
-        raise ConfigError(f"kernels must be one of {', '.join(KERNELS)}, got {name!r}")
+        raise ConfigError(f"`kernels` must be one of {', '.join(KERNELS)}, got {name!r}")
     if name == "flashinfer" and not _fast(device, dtype):
-        raise ConfigError("kernels of FlashInfer need CUDA, and a dtype of bf16 or fp16; use --kernels auto")
+        raise ConfigError("kernels of FlashInfer need CUDA, and a `dtype` of bf16 or fp16; use `kernels=auto`")
     if name == "flashinfer" and not _has_flashinfer():
-        raise ConfigError(f"FlashInfer is not there: {_INSTALL}; or use --kernels auto")
+        raise ConfigError(f"FlashInfer is not there: {_INSTALL}; or use `kernels=auto`")
 
 
 def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:

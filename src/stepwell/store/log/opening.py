@@ -123,7 +123,18 @@ def open_directory(
             lock.close()
             raise
     except OSError as error:
-        raise StoreError(f"the log store in {directory} cannot be opened: {error}") from error
+        raise StoreError(f"the log store in {directory} cannot be opened: {_why(error, directory)}") from error
+
+
+def _why(error: OSError, directory: Path) -> str:
+    """What to do where the directory is the reason; else what the system says."""
+    if isinstance(error, FileExistsError | NotADirectoryError) and not directory.is_dir():
+        return "there is a file of that name; name a directory"
+    if isinstance(error, PermissionError):
+        return "permission denied; name a directory that this user may write to"
+    if not directory.exists():
+        return f"the directory cannot be made ({error.strerror}); name one that this user may make and write to"
+    return str(error)
 
 
 def without_superblock(directory: Path) -> str:
@@ -169,7 +180,7 @@ def _settle(
                 f"{directory} is not empty ({', '.join(sorted(strangers)[:3])}); give a new store an empty directory"
             )
         if budget_bytes is None:
-            raise ConfigError(f"{directory} is new: say how large it may become, for example budget=100GiB")
+            raise ConfigError(f"{directory} is new: say how large it may become, for example `budget=100GiB`")
     elif segment_bytes not in (None, known.segment_bytes):
         raise ConfigError(f"{directory} has segments of {known.segment_bytes} bytes, which cannot become {segment_bytes}")
     else:

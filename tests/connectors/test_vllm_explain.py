@@ -32,7 +32,7 @@ def test_a_request_is_told_why_it_resumes_where_it_does(make: Make, model: str) 
 
 
 def test_what_the_store_has_is_told_before_it_is_brought_up(make: Make, tmp_path: Path) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "explain": True}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "prefetch": "wait_complete", "explain": True}
     first, prompt = make(**store), text(1, 45)
     computed_by(first, prompt)
     first.close()

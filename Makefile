@@ -201,7 +201,7 @@ screenshots: $(UI) ## The pictures of /ui in docs/images, from a small busy serv
 	@PYTHONPATH=tests $(BIN)/python tests/ui/take_screenshots.py docs/images
 
 build-kernels: $(STAMP) ## Compile FlashInfer's kernels for bench-gpu and tests/gpu (stepwell[cuda], nvcc)
-	@$(BIN)/python benchmarks/build_kernels.py
+	@$(BIN)/stepwell build-kernels $(ARGS)
 
 bench-tree-peer: ## Install SGLang, which bench-tree and bench-store measure against
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh

@@ -18,6 +18,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from argparse import _ArgumentGroup as ArgumentGroup
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -156,6 +157,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     roles = handover.read(args, os.environ)
     if roles is not None:
         config = roles.with_shared_memory(config)
+    config = replace(config, compile_in_background=True)  # the first requests need not wait for a compiler
     otlp.check(args)
     taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
     host: str = taken.getsockname()[0].partition("%")[0]  # however it was spelled
@@ -240,7 +242,7 @@ def _start_pass(engine: Engine, config: EngineConfig) -> list[tuple[str, str]]:
     if engine.on_cuda:
         log.info("a first pass: kernels are built")
         with phase("the first pass"):
-            said.append(("first pass", f"took {engine.warm_up():.1f} s: kernels are built once"))
+            said.append(("first pass", f"took {engine.warm_up():.1f} s"))
     if engine.on_cuda or config.store is not None:
         with phase("measuring how fast prompts are computed"):
             measure_speed(engine)

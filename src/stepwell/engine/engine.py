@@ -86,6 +86,7 @@ class Engine:
         self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
         self._runner = runner
         self._speculation = speculation
+        self._kernel_changes = 0
         self._gone: PassesLost | None = None  # why passes will never run again
         self._stalled = False  # the last step computed nothing: who runs waits for room, which copies are making
         self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
@@ -180,6 +181,9 @@ class Engine:
             self._settle(self.cache.step())  # backups go on, and what the store has comes up
             return
         self.lost = None
+        if self._kernel_changes != (changes := self._runner.kernels.changes):
+            self._kernel_changes = changes
+            self.cache.forget_speeds()  # computing is faster from now on
         passes = self.passing.count
         self._settle(self.cache.step())
         self.scheduler.admit()

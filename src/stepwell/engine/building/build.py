@@ -42,8 +42,8 @@ from stepwell.engine.loading.checkpoint import Checkpoint, open_checkpoint
 from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.ops.kernels import Kernels
-from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.ops.kernels import Kernels, choose_kernels
+from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
 from stepwell.engine.passes.spilling import Sizes, Spilling
 from stepwell.engine.running.runner import Runner
 from stepwell.engine.running.speculation import Speculation
@@ -113,7 +113,8 @@ def build_engine(
             device=device,
             page_tokens=config.page_tokens,
             kv_dtype=config.kv_dtype,
-            kernels=kernels or config.kernels,
+            kernels=kernels
+            or choose_kernels(config.kernels, device, TORCH_DTYPES[dtype], background=config.compile_in_background),
             sparse=config.picks,
         )
         loaded = _load_draft(config, model, checkpoint, draft)

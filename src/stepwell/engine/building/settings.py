@@ -60,6 +60,7 @@ class EngineConfig:
     kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
     checkpoint_dtype: str | None = None  # int8 or fp8: checkpoints on the host and in the store have errors then; None: exact
     kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
+    compile_in_background: bool = False  # kernels that are not compiled yet, while plain torch runs in their place
     page_tokens: int | None = None
     max_context: int | None = None  # tokens of a prompt and its answer; None for what the model and the memory allow
     device_memory: str | int | None = None

@@ -25,6 +25,10 @@ class NoKernel(Exception):
     """Raised by a fast operation, before it has written anything: what it was given is not for it. Says what that was."""
 
 
+class NotYet(NoKernel):
+    """The kernel is being compiled, and will be there in a later pass."""
+
+
 @dataclass(slots=True)
 class Report:
     """What runs each operation, for people: which library, what it has no kernel for, and which failed and why."""
@@ -32,6 +36,8 @@ class Report:
     chosen: dict[str, str] = field(default_factory=dict)
     left: dict[str, list[str]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)  # operations whose kernels are being compiled
+    changes: int = 0  # how often operations got kernels that had been compiled: measured speeds hold until then
 
     def leave(self, name: str, what: str) -> None:
         """Something that a library has no kernel for runs in plain torch. Said once."""
@@ -46,6 +52,8 @@ class Report:
     def _line(self, name: str, library: str) -> str:
         if name in self.failed:
             return f"torch ({library} failed: {self.failed[name]})"
+        if name in self.awaited:
+            return f"torch ({library} is being compiled)"
         return f"{library} (torch for {', '.join(self.left[name])})" if name in self.left else library
 
 
@@ -71,6 +79,9 @@ class Guarded:
             return self._plain(*args, **more)
         try:
             return self._fast(*args, **more)
+        except NotYet:
+            self._report.awaited.add(self._name)
+            return self._plain(*args, **more)
         except NoKernel as lack:
             self._report.leave(self._name, str(lack))
             return self._plain(*args, **more)

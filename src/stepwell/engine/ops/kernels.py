@@ -36,6 +36,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.extras import install
 from stepwell.engine.ops import pointwise, recurrent
 from stepwell.engine.ops.attention import Attend, AttendLatent, attend, attend_latent
+from stepwell.engine.ops.compiling import Compiling, nothing
 from stepwell.engine.ops.compression import AttendShared, attend_shared
 from stepwell.engine.ops.drawing import Pick, pick
 from stepwell.engine.ops.experts import RunExperts, run_experts
@@ -120,6 +121,15 @@ class Kernels:
     recur: Recur = recurrent.recur
     gated_norm: GatedNorm = recurrent.gated_norm
     report: Report = field(default_factory=Report)
+    compiling: Compiling | None = None  # in the background; None: passes wait for their kernels
+
+    def settle(self) -> bool:
+        """Between passes: whether operations run by other kernels from now on."""
+        if self.compiling is None or not self.compiling.settle():
+            return False
+        self.report.awaited.clear()
+        self.report.changes += 1
+        return True
 
     @property
     def experts_stay_on_device(self) -> bool:
@@ -145,22 +155,27 @@ def check_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> 
         raise ConfigError(f"FlashInfer is not there: {_INSTALL}; or use `kernels=auto`")
 
 
-def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype) -> Kernels:
-    """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError."""
+def choose_kernels(name: str, device: torch.device | str, dtype: torch.dtype, *, background: bool = False) -> Kernels:
+    """The fastest there are for a device and a number format, or those that were asked for. Raises ConfigError.
+
+    With `background`, what is not compiled yet runs in plain torch while other processes compile it. Else passes wait for that.
+    """
     check_kernels(name, device, dtype)
     report = Report(chosen=dict.fromkeys(OPERATIONS, "torch"))
     if name == "torch" or not _fast(device, dtype):
         return Kernels(report=report)
     fast: dict[str, Any] = {}
+    compiling = None
     if find_spec("triton") is not None:
         fast |= _triton(report) | _recurrence(report)
     else:
         log.warning("Triton is not there, so most of a pass runs in plain torch, which is slow on a GPU: %s", _INSTALL)
     if _has_flashinfer():
-        fast |= _flashinfer(report, torch.device(device), fast.get("send", numbers.copy))
+        compiling = _compiling() if background and name == "auto" else None
+        fast |= _flashinfer(report, torch.device(device), fast.get("send", numbers.copy), compiling)
     else:
         log.warning("attention runs in plain torch, which is slow on a GPU: %s", _INSTALL)
-    return Kernels(report=report, **fast)
+    return Kernels(report=report, compiling=compiling, **fast)
 
 
 def _fast(device: torch.device | str, dtype: torch.dtype) -> bool:
@@ -229,11 +244,17 @@ def _recurrence(report: Report) -> dict[str, Any]:
     }
 
 
-def _flashinfer(report: Report, device: torch.device, send: Send) -> dict[str, Any]:
+def _compiling() -> Compiling:
+    from stepwell.engine.ops.on_flashinfer.modules import in_background
+
+    return Compiling(in_background())
+
+
+def _flashinfer(report: Report, device: torch.device, send: Send, compiling: Compiling | None) -> dict[str, Any]:
     from stepwell.engine.ops.on_flashinfer.attention import FlashInferAttention
 
     report.chosen["attention"] = "flashinfer"
-    attention = FlashInferAttention(device, send)
+    attention = FlashInferAttention(device, send, need=nothing if compiling is None else compiling.need)
     made = {"attend": Guarded("attention", attention, attend, report)}
     if find_spec("triton") is None:
         return made

@@ -178,10 +178,19 @@ class Graphs:
         if not self._recordings:
             return False
         self._most = len(self._recordings) // 2
+        self._free()
+        return True
+
+    def forget(self) -> None:
+        """Frees all captured graphs: steps run by other kernels from now on, and are captured anew. Nothing may run."""
+        self._free()
+        self._refused.clear()
+        self._reads_tables = True
+
+    def _free(self) -> None:
         for kept in (self._recordings, self._recent, self._met):
             kept.clear()
         torch.cuda.empty_cache()
-        return True
 
     def _step(self, batch: Batch, lengths: Lengths) -> torch.Tensor:
         slots = 0 if batch.open_groups is None else batch.open_groups.num_slots

@@ -179,6 +179,10 @@ class Runner:
         return self._steady
 
     def tend(self) -> bool:
+        """Also lets passes run by kernels that were compiled meanwhile: what was recorded with others is of no more use."""
+        if self.model.kernels.settle() and self._graphs is not None:
+            self.wait()
+            self._graphs.forget()
         return True
 
     def end(self) -> None:
@@ -188,7 +192,8 @@ class Runner:
         raise AssertionError("passes in this process are not lost without it")
 
     def close(self) -> None:
-        pass
+        if self.model.kernels.compiling is not None:
+            self.model.kernels.compiling.close()
 
     def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
         return self.choices(chunks, self.run(chunks))
@@ -232,7 +237,9 @@ class Runner:
         last = len(self.model.layers) - 1
         try:
             if on_stream is None:
-                logits = self._forward(batch)
+                compiling = self.model.kernels.compiling
+                records = compiling is None or not compiling.pending
+                logits = self._forward(batch) if records else self.model.forward(batch)
             else:
                 logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
             batch.copy_points()

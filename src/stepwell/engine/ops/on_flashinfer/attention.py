@@ -10,7 +10,7 @@ FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from stepwell.engine.ops.guarded import NoKernel
+from stepwell.engine.ops.on_flashinfer.modules import attention_module
 from stepwell.engine.passes.numbers import Send, copy, on_device, put
 from stepwell.engine.passes.paging import Look, Paging
 from stepwell.engine.passes.rows import PLAIN, Rows
@@ -72,12 +73,16 @@ class PageLists:
 class FlashInferAttention:
     """`attend` for CUDA. Keeps one workspace, and the library's own buffers for each kind of layer."""
 
-    def __init__(self, device: torch.device, send: Send = copy) -> None:
+    def __init__(
+        self, device: torch.device, send: Send = copy, *, need: Callable[[Sequence[str]], None] = lambda names: None
+    ) -> None:  # fmt: skip
+        """`need` raises NoKernel for modules of the library that passes shall not wait for."""
         import flashinfer
 
         self._library = flashinfer
         self._device = device
         self.send = send
+        self._need = need
         self._hopper = torch.cuda.get_device_capability(device) == _HOPPER
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._kept: dict[tuple[Any, ...], Wrapper] = {}  # of passes that are not recorded, used again by every pass
@@ -92,6 +97,7 @@ class FlashInferAttention:
         if rows.places is not None:
             raise NoKernel("rows that may be on the host")
         layer = Heads(query_NHD.shape[1], heads, width, scale, cap, sinks_H is not None, query_NHD.dtype)
+        self.must_be_compiled(layer, paging)
         if layer not in paging.plans:
             paging.plans[layer] = self._plans(layer, paging)
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
@@ -111,6 +117,15 @@ class FlashInferAttention:
         if not _aligned(stored):
             raise NoKernel(f"rows that do not begin at multiples of {ROW_ALIGNMENT_BYTES} bytes")
         return key_dim
+
+    def must_be_compiled(self, layer: Heads, paging: Paging) -> None:
+        """Raises NoKernel while the modules of a layer are compiled in the background. Both of them: a pass that begins with one
+        kernel ends with it, whatever it holds.
+        """
+        if not layer.sinks:
+            window, cap = paging.sight.window is not None, layer.cap is not None
+            backends = ("fa3", "fa2") if self._hopper else ("fa2",)
+            self._need([attention_module(each, layer.width, layer.dtype, window=window, cap=cap) for each in backends])
 
     def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
         """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same wrappers

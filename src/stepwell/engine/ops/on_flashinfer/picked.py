@@ -41,6 +41,7 @@ class FlashInferPicked:
     ) -> torch.Tensor:  # fmt: skip
         self._attention.check(query_NHD, rows, paging, heads=heads, key_dim=key_dim)
         layer = Heads(query_NHD.shape[1], heads, key_dim, scale, cap, False, query_NHD.dtype)
+        self._attention.must_be_compiled(layer, paging)
         out_NHD = torch.empty_like(query_NHD, memory_format=torch.contiguous_format)
         pairs = list(zip(paging.parts, selection, strict=True))
         counts = [picked.position_XK.shape[1] for part, picked in pairs if isinstance(part, Singles) and picked is not None]

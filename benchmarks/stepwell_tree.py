@@ -9,6 +9,7 @@ An executor that does nothing stands in for copies, so that what is timed is the
     commit_known_us         `cache.commit` of a prompt that another request committed first
     evict_page_us           make room for one page in a full tier, freeing included; the mean, all others are medians
     evict_many_us_per_page  make room for many pages at once, per page
+    collection_ms           the longest of a few full garbage collections with all of that in the tree, in CPU time
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ VOCABULARY = 1 << 17
 PREFIX_PAGES, LEAF_PAGES, LEAVES_PER_FAMILY = 8, 2, 63
 WARMUP_CALLS = 3
 EVICTIONS = 200
+COLLECTIONS = 5
 PAGE_BYTES = 64  # of the smallest page that can be: the tree does not look at bytes
 
 STATES = {
@@ -201,9 +203,20 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     work = Workload(args.comps, args.page, _forest_pages(args) + prompts * sum(args.lens) // args.page * 3 + 65536)
     work.plant(args.nodes)
     rows = [measure_prompts(work, length, args) for length in args.lens]
+    collection_ms = measure_collections()
     evictions = measure_evictions(work, args)
     for length, row in zip(args.lens, rows, strict=True):
-        yield row | evictions[length]
+        yield row | evictions[length] | {"collection_ms": collection_ms}
+
+
+def measure_collections() -> float:
+    """How long every thread stands still when Python looks at all it has. CPU time: other processes do not count."""
+    took_ns = []
+    for _ in range(COLLECTIONS):
+        start_ns = time.thread_time_ns()
+        gc.collect()
+        took_ns.append(time.thread_time_ns() - start_ns)
+    return round(max(took_ns) / 1e6, 1)
 
 
 def measure_prompts(work: Workload, length: int, args: argparse.Namespace) -> dict[str, object]:

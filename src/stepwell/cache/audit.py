@@ -41,6 +41,7 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
                 if held_tier is tier and held_kind is kind:
                     np.add.at(expected, ids, 1)
             assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
+    state.copies.audit()
     _audit_rows(state, leases)
     _audit_users(state, leases, pins, links)
     for link in links:

@@ -22,6 +22,7 @@ from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match
 from stepwell.tree.missing_state import missing_states_before
 from stepwell.tree.node import ABSENT, Loss, LossReason, Node
+from stepwell.tree.notes import key_of
 
 
 class Cause(Enum):
@@ -209,7 +210,7 @@ def _missing_checkpoint(state: CacheState, match: Match) -> Explanation:
             if first < checkpoint.page <= last and not checkpoint.ready:
                 held = next(residency for residency in checkpoint.held if residency is not None)
                 return _because(state, match, Cause.ARRIVING, states=states, tier=held.tier)
-        losses = [(page, loss) for page, loss in (node.lost or {}).items() if isinstance(page, int) and first < page <= last]
+        losses = [(page, loss) for page, loss in state.tree.lost_checkpoints.of(node).items() if first < page <= last]
         if losses:
             _, loss = max(losses, key=lambda pair: pair[0])
             return _because_of(state, match, loss, states)
@@ -237,11 +238,11 @@ def _given_up(state: CacheState, link: StoreLink | None, match: Match) -> Loss |
 def _loss_after(state: CacheState, match: Match) -> Loss | None:
     """A note of what once continued the path where it ends now."""
     node: Node | None = match.path[-1] if match.path else state.tree.roots.get(match.namespace.digest)
-    if node is None or not node.lost:
+    if node is None:
         return None
     size = state.tree.page_bytes
     start = match.known_tokens // state.spec.page_tokens * size
-    return node.lost.get(match.packed[start : start + size])
+    return state.tree.lost.of(node).get(key_of(match.packed[start : start + size]))
 
 
 def _known_elsewhere(state: CacheState, match: Match) -> bool:

@@ -34,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stepwell.base.config import PRIORITY_STEP_S
+from stepwell.base.untracked import untrack
 
 Rates = npt.NDArray[np.float64]
 Table = list[list[float]]
@@ -138,6 +139,7 @@ class Visit:
         self.gap_s = gap_s  # its rhythm; 0 before the first return
         self.group = _group(returns, gap_s, 0)
         self.pages = 0
+        untrack(self)
 
     def answered(self, tokens: int) -> None:
         """The request has ended with an answer of that many tokens."""

@@ -190,6 +190,7 @@ class StoreLink:
     to_plan: dict[Ticket, None] = field(default_factory=dict)  # that learned something since they planned last
     to_plan_later: dict[Ticket, None] = field(default_factory=dict)  # those for whom room on the host is on its way
     to_load: dict[Ticket, None] = field(default_factory=dict)  # of whose pages some came since
+    next_look_s: float = 0.0  # when tickets that their engines forgot are looked for next
     given_up: dict[PageKey, Loss] = field(
         default_factory=dict
     )  # fetches, by the first page that was not waited for, oldest first

@@ -51,8 +51,10 @@ class Call:
         self._cancels: list[Callable[[], None]] = []
 
     def bind(self, cancel: Callable[[], None]) -> None:
-        """An operation was started for it; `cancel` calls that off."""
+        """An operation was started for it; `cancel` calls that off, at once if all else was called off before."""
         self._cancels.append(cancel)
+        if self.is_off:
+            cancel()
 
     def cancel(self) -> None:
         """Calls everything off that was started for it. A second time does nothing."""
@@ -93,6 +95,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._late_write_s = late_write_s
         self._times = times  # by operation
         self._sent: dict[JobId, _Sent] = {}  # those that were not answered or withdrawn
+        self._called_off: dict[JobId, None] = {}  # of those, the ones that may still be withdrawn
         self._held: deque[_Held] = deque()  # by when they are let go
         self._held_bytes = 0
         self._failures: list[str] = []
@@ -124,7 +127,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
             self._breaker.asked(self._clock.now())
         spans = tuple(Span(tier=Tier.HOST, kind=kind, ids=ids) for kind, ids in pages if len(ids))
         self.start(op, pages=spans, reads=(reads,) if reads is not None else (), on_end=partial(self._ended, sent))
-        call.bind(partial(self._store_executor.cancel, op.job))
+        call.bind(partial(self._cancel, op.job))
         return op.job
 
     def apply(self) -> list[Reply]:
@@ -221,11 +224,16 @@ class StoreOps(Jobs[StoreOp, Reply]):
         if self._breaker.failed(self._clock.now()):
             self._counters.add("store_switched_off")
 
+    def _cancel(self, job: JobId) -> None:
+        self._called_off[job] = None
+        self._store_executor.cancel(job)
+
     def _withdraw_called_off(self) -> None:
-        """Takes back what was called off and has not begun, so that a store that hangs does not hold pages for it."""
-        for job, sent in list(self._sent.items()):
-            if sent.call.is_off and self.withdraw(job):
+        """Withdraws operations that were called off and have not begun, so that a store that hangs holds no pages for them."""
+        for job in list(self._called_off):
+            if job not in self._sent or self.withdraw(job):
                 self._sent.pop(job, None)  # which is there still if it was given up on before
+                del self._called_off[job]
 
 
 def _operation(task: Task) -> str:

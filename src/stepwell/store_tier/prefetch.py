@@ -43,6 +43,7 @@ from stepwell.tree.match import Match, find
 from stepwell.tree.node import Loss, LossReason
 
 TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
+TICKET_LOOK_S = TICKET_HOLD_S / 16  # between two looks for such tickets: there may be many
 MOST_TRIES = 6  # at finding a depth that fits into the host tier
 REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
 TRIAL_BYTES = 64 * 2**20  # fetched to measure it, for no request
@@ -72,6 +73,7 @@ def prefetch(
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
     ticket.first_asked = known
+    _note_earned(state, link, ticket)
     boundaries = boundaries_to_ask(state, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     state.counters.add("prefetch_asked")
@@ -87,6 +89,7 @@ def settle(state: CacheState, link: StoreLink) -> None:
     link.to_plan_later.clear()
     loading, link.to_load = link.to_load, {}
     for ticket in loading:
+        _note_earned(state, link, ticket)
         if ticket.awaited and ticket.state is TicketState.FETCHING:
             _load_ahead(state, link, ticket)
     while link.to_plan:
@@ -95,14 +98,21 @@ def settle(state: CacheState, link: StoreLink) -> None:
         if ticket.state in (TicketState.ASKING, TicketState.FETCHING) and all(not fetch.jobs for fetch in ticket.fetches):
             _plan(state, link, ticket)
     now = state.clock.now()
-    for ticket in link.tickets:
-        ticket.earned_s = _saved_s(state, link, ticket, int(ticket.from_store.sum()) * state.spec.page_tokens) or 0.0
     for trial in [each for each in link.trials if each.complete]:
         link.trials.remove(trial)
         trial.close()
+    if now < link.next_look_s:
+        return
+    link.next_look_s = now + TICKET_LOOK_S
     for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
         state.counters.add("tickets_forgotten")
         ticket.close()
+
+
+def _note_earned(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
+    """Lets a ticket wait longer for what has come for it: as long as computing that would take."""
+    arrived_tokens = int(np.count_nonzero(ticket.from_store)) * state.spec.page_tokens
+    ticket.earned_s = _saved_s(state, link, ticket, arrived_tokens) or 0.0
 
 
 def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
@@ -201,6 +211,7 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
+    _note_earned(state, link, ticket)
     if ticket.plans_left and _may_help(state, link, match):
         ticket.plans_left -= 1
         for plan in _fetch_plans(state, link, ticket, match):

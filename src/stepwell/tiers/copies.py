@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -42,13 +42,12 @@ class CopyJobs(Jobs[Plan, Completion]):
         self.load_speed = PeakSpeed()  # bytes a second that loads bring to the device
         super().__init__(executor, tree, clock, wakeup)
         self._counters = counters
+        self._saving_bytes = dict.fromkeys(Tier, 0)
         self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
 
     def saving_bytes(self, tier: Tier) -> int:
-        """How much of a tier is being copied down, so that it may go then; less what nobody waits for any more."""
-        plans = (plan for plan in self.tasks() if plan.purpose is Purpose.SAVE)
-        spans = [copy.source for plan in plans for copy in plan.copies if copy.source.tier is tier]
-        return sum(len(span.ids) * self._tree.arenas[tier].layout.strides[span.kind] for span in spans)
+        """How much of a tier is being copied down, so that it may go then; without copies that exceeded their time limit."""
+        return self._saving_bytes[tier]
 
     def loads_of(self, ids: PageIds) -> tuple[JobId, ...]:
         """The jobs that load these prefix pages to the device; none when they do not load all of them."""
@@ -94,12 +93,33 @@ class CopyJobs(Jobs[Plan, Completion]):
         plan = Plan(job=self.next_id(), purpose=purpose, copies=wanted, awaited=awaited)
         pages = tuple(span for copy in wanted for span in (copy.source, copy.target))
         touched = _Touched(reads=reads, writes=writes, saves=saves)
+        self._note_saving(plan, 1)
         self.start(plan, pages=pages, reads=reads, on_end=partial(self._ended, plan, touched))
         return plan.job
 
     # ---- outcomes ---------------------------------------------------------------------------------
 
+    def audit(self) -> None:
+        """Asserts that what is being saved is counted right."""
+        counted = dict.fromkeys(Tier, 0)
+        for plan in self.tasks():
+            for tier, size_bytes in self._saved_bytes(plan):
+                counted[tier] += size_bytes
+        assert counted == self._saving_bytes, f"{counted} bytes are being saved, {self._saving_bytes} are counted"
+
+    def _note_saving(self, plan: Plan, sign: int) -> None:
+        """A save begins (1) or has ended (-1)."""
+        for tier, size_bytes in self._saved_bytes(plan):
+            self._saving_bytes[tier] += sign * size_bytes
+
+    def _saved_bytes(self, plan: Plan) -> Iterator[tuple[Tier, int]]:
+        """How many bytes of each tier a plan saves."""
+        for span in (copy.source for copy in plan.copies if plan.purpose is Purpose.SAVE):
+            if span.tier is not Tier.ENGINE:
+                yield span.tier, len(span.ids) * self._tree.arenas[span.tier].layout.strides[span.kind]
+
     def _ended(self, plan: Plan, touched: _Touched, end: End, completion: Completion | None) -> None:
+        self._note_saving(plan, -1)
         if completion is not None and completion.error is None:
             self._succeed(plan, touched)
             self._measure(plan, completion.took_s)

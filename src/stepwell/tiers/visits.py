@@ -8,6 +8,7 @@ from stepwell.tiers.saving import save_path
 from stepwell.tiers.state import CacheState
 from stepwell.tree.match import Match
 from stepwell.tree.node import Node
+from stepwell.tree.notes import key_of
 
 
 def note_use(state: CacheState, match: Match, lease: Lease) -> None:
@@ -43,13 +44,14 @@ def note_visit(state: CacheState, match: Match, lease: Lease) -> None:
     known = path[-1].end if path else 0  # less when room was made out of what follows the restore point
     deepest = path[-1] if path else state.tree.roots.get(match.namespace.digest)
     following = packed[known * page_bytes : (known + 1) * page_bytes]
-    lost = deepest.past.get(following) if deepest is not None and deepest.past else None
+    past = state.tree.past
+    lost = past.of(deepest).get(key_of(following)) if deepest is not None else None
     again, fresh = state.reuse.arrive(
         state.clock.now(),
         known=known,
         end=max(known, match.prompt_tokens // state.spec.page_tokens),
         passed=[(node.visit, node.num_pages) for node in path],
-        goes_on=bool(path) and path[-1].kids is None and not path[-1].past,
+        goes_on=bool(path) and path[-1].kids is None and not past.of(path[-1]),
         lost=lost,
     )
     for node in path:

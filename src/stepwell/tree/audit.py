@@ -41,6 +41,9 @@ def audit(tree: Tree) -> None:
         assert owners == count, f"{tier.label}: {owners} pages have an owner, {count} are in runs"
     _audit_accounts(tree, held)
     tree.ranking.own.audit(_queued(tree))
+    nodes = set(tree.nodes())
+    for notes in (tree.past, tree.lost, tree.lost_checkpoints):
+        notes.audit(nodes)
 
 
 def _queued(tree: Tree) -> Iterator[tuple[Account, Victim]]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
+from stepwell.base.untracked import untrack
 from stepwell.tree.feed import EventKind
 from stepwell.tree.node import Checkpoint, Loss, Node, Residency, previous_checkpoint
 from stepwell.tree.tree import Tree
@@ -29,6 +30,7 @@ def add_residency(
     checkpoint = node.checkpoints.get(page)
     if checkpoint is None:
         checkpoint = node.checkpoints[page] = Checkpoint(node, page, now)
+        untrack(node.checkpoints)
         _follow(tree, checkpoint)
     if checkpoint.held[tier] is not None:
         return None
@@ -41,8 +43,7 @@ def add_residency(
     if len(points):
         arena.hand_over(Kind.POINT, points)
     tree.accounts.charge(node.account, tier, _bytes_kept(tree, residency, times=1))
-    if node.lost:
-        node.lost.pop(page, None)
+    tree.lost_checkpoints.remove(node, page)
     tree.version += 1
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
@@ -117,7 +118,7 @@ def leave_tier(tree: Tree, residency: Residency, loss: Loss) -> None:
     tree.version += 1
     if checkpoint.held[1 - tier] is None:
         leave_node(checkpoint, node)
-        node.note_loss(checkpoint.page, loss)
+        tree.lost_checkpoints.add(node, checkpoint.page, loss)
     if (node.checkpoints or node.kids is not None) and node.leads_to_checkpoints(tier):
         return
     anchored = node.parent.kids.anchored
@@ -132,7 +133,7 @@ def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     node = checkpoint.node
     assert node is not None
     leave_node(checkpoint, node)
-    node.note_loss(checkpoint.page, loss)
+    tree.lost_checkpoints.add(node, checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
             let_go(tree, node, residency)

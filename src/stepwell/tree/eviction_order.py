@@ -16,6 +16,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 from typing import NamedTuple
 
+from stepwell.base.untracked import untrack
 from stepwell.policy.value import Place, ValuePolicy
 from stepwell.tree.node import Victim
 
@@ -77,7 +78,9 @@ class EvictionOrder:
             number = self.num_pushed = self.num_pushed + 1
             victim.entry, victim.standing = number, standing.rank
         place = standing.place
-        self._add((standing.rank, place.group, place.level), (place.since, number, victim))
+        entry = (place.since, number, victim)
+        untrack(entry)
+        self._add((standing.rank, place.group, place.level), entry)
         self.sweep()
 
     def hold(self) -> bool:
@@ -213,7 +216,10 @@ class EvictionOrder:
         return rank, worth, since, number, self._last_head, key, heap
 
     def _add(self, key: _Key, entry: _Entry) -> None:
-        heap = self._newer.setdefault(key, [])
+        heap = self._newer.get(key)
+        if heap is None:
+            heap = self._newer[key] = []
+            untrack(heap)
         heappush(heap, entry)
         if self._heads is not None and heap[0] is entry:
             heappush(self._heads, self._head_of(key, heap))

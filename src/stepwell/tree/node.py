@@ -4,6 +4,9 @@ node     pages start .. end of one path: their tokens, and per memory tier a run
 run      where those pages are in one tier (-1: not in this tier)
 checkpoint   what a model needs beside prefix pages to resume at one boundary, at any page inside a node
 residency    the pages of one checkpoint in one tier: all of them, or the residency does not exist
+
+They refer to each other, and the garbage collector looks at none of them (`base/untracked.py`). What leaves the tree lets go of
+its neighbours, so that it is freed at once; `Tree` takes apart what is left when it is freed itself.
 """
 
 from __future__ import annotations
@@ -16,13 +19,12 @@ from typing import NamedTuple, TypeAlias
 from stepwell.base.config import PRIORITY_STEP_S
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
+from stepwell.base.untracked import untrack
 from stepwell.policy.placement import Trigger
 from stepwell.policy.value import Visit
 from stepwell.tree.accounts import Account
 
 ABSENT = -1  # in a run's id array
-MAX_LOSSES = 16  # notes of lost things a node keeps, for explanations
-MAX_PAST = 256  # visits to lost things that a node remembers, to know them when they return
 
 
 class LossReason(Enum):
@@ -72,13 +74,13 @@ class Run:
         self.standing = 0  # the rank of that entry
         self.unsaved = False  # a write-back failed: evict without trying again
         self.leaving = False  # it was saved because its room is needed, and not used since: the copy is no mere repetition
+        untrack(self)
 
 
 class Residency:
     """One checkpoint's pages in one tier. Window pages are in path order and may be shared with neighbours."""
 
     __slots__ = (
-        "_spans",
         "backup_deferred",
         "checkpoint",
         "entry",
@@ -105,12 +107,15 @@ class Residency:
         self.entry = self.standing = 0
         self.unsaved = self.leaving = False
         self.backup_deferred = False  # it is to be copied below later: worth more until then
-        self._spans = tuple((kind, ids) for kind, ids in ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(ids))
-        self.size_bytes = sum(len(ids) * strides[kind] for kind, ids in self._spans)
+        self.size_bytes = len(windows) * strides.get(Kind.WINDOW, 0) + len(points) * strides.get(Kind.POINT, 0)
+        untrack(self)
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
         """Its pages by kind, leaving out kinds it has none of."""
-        return self._spans
+        windows, points = self.windows, self.points
+        if not len(points):
+            return ((Kind.WINDOW, windows),) if len(windows) else ()
+        return ((Kind.WINDOW, windows), (Kind.POINT, points)) if len(windows) else ((Kind.POINT, points),)
 
 
 class Checkpoint:
@@ -127,7 +132,9 @@ class Checkpoint:
         self.used_at = now
         self.uses = 0
         self.answers = 0  # whose last checkpoint it is: of those that grow, and of those that ended here
-        self.trigger: Trigger | None = None  # why it was left here, once whoever left it has said so
+        self.trigger: Trigger | None = None  # why it was left here, once the request that left it has said so
+        untrack(self.held)
+        untrack(self)
 
     def ready_in(self, tier: Tier) -> Residency | None:
         residency = self.held[tier]
@@ -156,6 +163,12 @@ class Kids:
         self.by_page: dict[bytes, Node] = {}
         self.below = [0, 0]
         self.anchored = [0, 0]
+        for each in (self.below, self.anchored, self):
+            untrack(each)
+
+    def add(self, child: Node) -> None:
+        self.by_page[child.first] = child
+        untrack(self.by_page)
 
 
 class Node:
@@ -170,11 +183,9 @@ class Node:
         "hits",
         "keys",
         "kids",
-        "lost",
         "missing_states",
         "num_pages",
         "parent",
-        "past",
         "rest",
         "runs",
         "start",
@@ -195,8 +206,6 @@ class Node:
         self.kids: Kids | None = None
         self.runs: list[Run | None] = [None, None]
         self.checkpoints: dict[int, Checkpoint] | None = None
-        self.lost: dict[bytes | int, Loss] | None = None  # by first page of what was below, or by boundary
-        self.past: dict[bytes, Visit] | None = None  # the latest visits to what is gone, by its first page
         self.visit: Visit | None = None  # the latest to its pages
         self.missing_states: dict[str, int] | None = None  # optional ones, from which token on
         self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`match.py`)
@@ -205,6 +214,8 @@ class Node:
         self.urgent_until = 0.0  # when the last step of the priority that a use gave it is lost
         self.expiry_noted = False  # whoever drops what ran out will look at it when the time comes
         self.expires_at = 0.0  # never before that of anything below it, since every use covers a whole path
+        untrack(self.runs)
+        untrack(self)
 
     @property
     def end(self) -> int:
@@ -218,36 +229,6 @@ class Node:
         for run in self.runs:
             if run is not None:
                 run.unsaved = run.leaving = False  # it is worth another try
-
-    def note_loss(self, what: bytes | int, loss: Loss) -> None:
-        """Remembers for a while what was below a first page, or at a boundary."""
-        if self.lost is None:
-            self.lost = {}
-        self.lost[what] = loss
-        if len(self.lost) > MAX_LOSSES:
-            del self.lost[next(iter(self.lost))]
-
-    def note_gone(self, page: bytes, loss: Loss, visit: Visit | None) -> None:
-        """Remembers what began with a page below it and is gone now, and who had it."""
-        lost, past = self.lost, self.past
-        if lost is None:
-            lost = self.lost = {}
-        lost[page] = loss
-        if len(lost) > MAX_LOSSES:
-            del lost[next(iter(lost))]
-        if visit is None:
-            return
-        if past is None:
-            past = self.past = {}
-        elif page in past:
-            del past[page]
-        past[page] = visit
-        if len(past) > MAX_PAST:
-            del past[next(iter(past))]
-
-    def has_other_past(self, page: bytes) -> bool:
-        """Whether something hung below its end that did not begin with `page`, and may return there."""
-        return any(each != page for each in self.past or ())
 
     @property
     def root(self) -> Node:

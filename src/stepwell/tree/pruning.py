@@ -12,9 +12,11 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import KEY_BYTES, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import READY
+from stepwell.policy.value import Visit
 from stepwell.tree.checkpoints import drop_residency, forget
 from stepwell.tree.missing_state import forget_cut
 from stepwell.tree.node import ABSENT, Loss, Node, Run
+from stepwell.tree.notes import key_of
 from stepwell.tree.tree import Tree
 
 KEPT_EMPTY_ROOTS = 256  # namespaces remembered after their last page left, for explanations
@@ -94,7 +96,7 @@ def clear(tree: Tree, namespace: PageKey, loss: Loss) -> None:
     if root is not None and root.kids is not None:
         for child in list(root.kids.by_page.values()):
             truncate(tree, child, 0, loss)
-        root.past = None
+        tree.past.forget(root)
 
 
 def lose_device(tree: Tree, loss: Loss) -> None:
@@ -134,8 +136,23 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
 def note_cut(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Remembers what went from index `at` on of a node that keeps what is before. Called while it still has all tokens."""
     first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
-    node.past = None  # of what hung below what goes now
-    node.note_gone(first, loss, node.visit)
+    tree.past.forget(node)  # of what hung below what goes now
+    _note_gone(tree, node, first, loss, node.visit)
+
+
+def _note_gone(tree: Tree, node: Node, page: bytes, loss: Loss, visit: Visit | None) -> None:
+    """Remembers what began with a page below a node and is gone now: why, and whose visit it was."""
+    key = key_of(page)
+    tree.lost.add(node, key, loss)
+    if visit is not None:
+        tree.past.add(node, key, visit)
+
+
+def _forget_notes(tree: Tree, node: Node) -> None:
+    """A node leaves the tree: nothing can return to it."""
+    tree.past.forget(node)
+    tree.lost.forget(node)
+    tree.lost_checkpoints.forget(node)
 
 
 def shorten(tree: Tree, node: Node, at: int) -> None:
@@ -173,6 +190,7 @@ def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:
             forget(tree, checkpoint, loss)
         _trim(tree, node, 0)
         node.parent = node.kids = None
+        _forget_notes(tree, node)
 
 
 def leave_tree(tree: Tree, node: Node, loss: Loss) -> None:
@@ -192,8 +210,10 @@ def unlink(tree: Tree, node: Node, loss: Loss) -> None:
     siblings = parent.kids.by_page
     del siblings[first]
     node.parent = None
-    parent.note_gone(first, loss, node.visit)
+    _forget_notes(tree, node)
+    _note_gone(tree, parent, first, loss, node.visit)
     if not siblings:
         parent.kids = None
         if parent.parent is None and len(tree.roots) > KEPT_EMPTY_ROOTS:
             del tree.roots[PageKey(parent.first)]
+            _forget_notes(tree, parent)

@@ -21,14 +21,18 @@ from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.prompt import KEY_BYTES, TOKEN_BYTES, Namespace, PageKey, common_pages
 from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds, Span
+from stepwell.base.untracked import untrack
 from stepwell.memory.arena import READY, Arena
-from stepwell.policy.value import ValuePolicy
+from stepwell.policy.value import ValuePolicy, Visit
 from stepwell.tree import missing_state
 from stepwell.tree.accounts import Account, Accounts
 from stepwell.tree.feed import Feeds
-from stepwell.tree.node import ABSENT, Kids, Node, Residency, Run, Use
+from stepwell.tree.node import ABSENT, Kids, Loss, Node, Residency, Run, Use
+from stepwell.tree.notes import Notes, key_of
 from stepwell.tree.ranking import Ranking
 
+MAX_PAST, MOST_PAST = 256, 65_536  # visits to things that are gone, of a node and of all: to know them when they return
+MAX_LOST, MOST_LOST = 16, 16_384  # why they are gone, of a node and of all: for explanations
 NODE_PAGES = 256  # a node is cut at this length, so that growing or trimming one stays cheap
 
 
@@ -47,6 +51,10 @@ class Tree:
         self.roots: dict[PageKey, Node] = {}
         self.accounts = Accounts(self.arenas, quotas or {})
         self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values(), repeats_first=repeats_first)
+        # Of what is gone: the latest visits to it and why it left, both by its first page; why checkpoints left, by boundary.
+        self.past: Notes[Visit] = Notes(most_of_node=MAX_PAST, most=MOST_PAST)
+        self.lost: Notes[Loss] = Notes(most_of_node=MAX_LOST, most=MOST_LOST)
+        self.lost_checkpoints: Notes[Loss] = Notes(most_of_node=MAX_LOST, most=MOST_LOST)
         self.version = 0  # grows with every change a match could notice
         self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
@@ -58,6 +66,15 @@ class Tree:
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()
         }
+
+    def __del__(self) -> None:
+        """Takes apart what refers to each other: the garbage collector does not see it."""
+        for node in list(self.nodes()):
+            for checkpoint in (node.checkpoints or {}).values():
+                checkpoint.node = checkpoint.following = checkpoint.leader = None
+                checkpoint.held = [None, None]
+            node.parent = node.kids = node.checkpoints = None
+            node.runs = [None, None]
 
     # ---- pages ------------------------------------------------------------------------------------
 
@@ -124,11 +141,11 @@ class Tree:
         upper.hits = node.hits
         upper.visit = node.visit
         upper.keys, node.keys = node.keys[: at * KEY_BYTES], node.keys[at * KEY_BYTES :]
-        parent.kids.by_page[upper.first] = upper
+        parent.kids.add(upper)
         node.parent, node.start, node.num_pages = upper, node.start + at, node.num_pages - at
         node.first, node.rest = node.rest[cut : cut + self.page_bytes], node.rest[cut + self.page_bytes :]
         upper.kids = Kids()
-        upper.kids.by_page[node.first] = node
+        upper.kids.add(node)
         self._share_checkpoints(upper, node)
         missing_state.share(upper, node, self.spec.page_tokens)
         for tier in self.tiers:
@@ -228,7 +245,7 @@ class Tree:
         """Adds pages `page`.. of a path below `node`: into it while it is a short leaf, then as nodes of their own."""
         size, upto = self.page_bytes, len(ids)
         is_short_leaf = node.parent is not None and node.kids is None and node.num_pages < NODE_PAGES
-        if is_short_leaf and not node.has_other_past(packed[page * size : (page + 1) * size]):
+        if is_short_leaf and not self._has_other_past(node, packed[page * size : (page + 1) * size]):
             end = min(page + NODE_PAGES - node.num_pages, upto)
             self._lengthen(node, packed[page * size : end * size])
             self.attach(node, tier, ids[page:end], at=page - node.start)
@@ -244,7 +261,7 @@ class Tree:
             child = Node(node, account=node.account, start=start, first=packed[start * size : (start + 1) * size],
                          rest=packed[(start + 1) * size : end * size], num_pages=end - start)  # fmt: skip
             child.note_use(use)
-            child.visit = use.visit or (node.past.get(child.first) if node.past else None)
+            child.visit = use.visit or self.past.of(node).get(key_of(child.first))
             child.hits = 1
             self._hang(node, child)
             run = child.runs[tier] = Run(child, tier, ids[start:end].copy())
@@ -276,24 +293,27 @@ class Tree:
         self.accounts.add_pages(account, tier, ids)
         return np.asarray(arena.state[Kind.PREFIX][ids.astype(np.intp)] == READY)
 
-    @staticmethod
-    def _hang(parent: Node, child: Node) -> None:
+    def _has_other_past(self, node: Node, page: bytes) -> bool:
+        """Whether something hung below a node's end that did not begin with `page`, and may return there."""
+        past = self.past.of(node)
+        return len(past) > (key_of(page) in past)
+
+    def _hang(self, parent: Node, child: Node) -> None:
         if parent.kids is None:
             parent.kids = Kids()
-        parent.kids.by_page[child.first] = child
-        if parent.lost:
-            parent.lost.pop(child.first, None)
-        if parent.past:
-            parent.past.pop(child.first, None)
+        parent.kids.add(child)
+        self._note_return(parent, child.first)
+
+    def _note_return(self, node: Node, page: bytes) -> None:
+        """What begins with a page below a node's end is back."""
+        self.lost.remove(node, key_of(page))
+        self.past.remove(node, key_of(page))
 
     def _lengthen(self, node: Node, packed: bytes) -> None:
         added = len(packed) // self.page_bytes
         node.rest += packed
         node.num_pages += added
-        if node.lost:
-            node.lost.pop(packed[: self.page_bytes], None)
-        if node.past:
-            node.past.pop(packed[: self.page_bytes], None)
+        self._note_return(node, packed[: self.page_bytes])
         for run in node.runs:
             if run is not None:
                 run.ids = np.concatenate([run.ids, np.full(added, ABSENT, np.int32)])
@@ -320,6 +340,7 @@ class Tree:
             del lower.checkpoints[checkpoint.page]
             checkpoint.node = upper
         upper.checkpoints = {c.page: c for c in moved} or None
+        untrack(upper.checkpoints) if upper.checkpoints else None
 
     # ---- what leads where: for the other modules of this package ------------------------------------
 

@@ -15,6 +15,7 @@ from stepwell.tree.audit import audit
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Victim
 from stepwell.tree.pruning import discard_ids
 from stepwell.tree.together import Gone
+from stepwell.tree.tree import Tree
 from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, FULL_WINDOW, PAGE, SMALL_PAGES, Rig, text
 
 
@@ -73,7 +74,7 @@ class Played:
         ]
         leaving = {tier: [_name(each) for each in eviction.next_to_leave(state, tier, 1 << 40)] for tier in state.tree.tiers}
         counts = {name: count for name, count in state.counters.snapshot().items() if name.startswith("evicted")}
-        nodes = [_told(node) for node in state.tree.nodes()]
+        nodes = [_told(state.tree, node) for node in state.tree.nodes()]
         return {"nodes": nodes, "arenas": arrays, "next to leave": leaving, "counters": counts}
 
 
@@ -83,15 +84,16 @@ def _name(victim: Victim) -> tuple[object, ...]:
     return "run", victim.node.start, victim.ids.tolist(), victim.standing
 
 
-def _told(node: Node) -> tuple[object, ...]:
+def _told(tree: Tree, node: Node) -> tuple[object, ...]:
     runs = [(run.ids.tolist(), run.num_pages, run.num_ready, bool(run.entry)) if run else None for run in node.runs]
     kids = (node.kids.below, node.kids.anchored, list(node.kids.by_page)) if node.kids else None
     checkpoints = [
         (page, [_name(held) if held else None for held in each.held], each.follower.page if each.follower else None)
         for page, each in (node.checkpoints or {}).items()
     ]
-    past = [(page, visit.at_s) for page, visit in (node.past or {}).items()]
-    return node.start, node.num_pages, node.first, node.rest, runs, kids, checkpoints, node.lost, past, node.account.used_bytes
+    past = [(page, visit.at_s) for page, visit in tree.past.of(node).items()]
+    lost = [dict(notes.of(node)) for notes in (tree.lost, tree.lost_checkpoints)]
+    return node.start, node.num_pages, node.first, node.rest, runs, kids, checkpoints, lost, past, node.account.used_bytes
 
 
 def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **options: Any) -> list[Gone]:

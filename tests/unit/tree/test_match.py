@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 from tree_bench import GONE, SPACE, Bench
@@ -16,12 +15,13 @@ from toys import FULL
 
 def _fingerprint(bench: Bench) -> object:
     nodes = [
-        (n.start, n.num_pages, n.used_at, n.hits, n.urgent_until, n.expires_at, copy.copy(n.lost), sorted(n.checkpoints or {}))
+        (n.start, n.num_pages, n.used_at, n.hits, n.urgent_until, n.expires_at, sorted(n.checkpoints or {}))
         for n in bench.tree.nodes()
     ]
+    notes = [dict(each.of(n)) for n in bench.tree.nodes() for each in (bench.tree.lost, bench.tree.lost_checkpoints)]
     arenas = [(a.refs[k].tobytes(), a.state[k].tobytes()) for a in bench.tree.arenas.values() for k in CACHED_KINDS]
     heaps = [len(order) for orders in bench.tree.ranking._orders.values() for order in orders]
-    return nodes, arenas, heaps, bench.tree.version, len(bench.tree.roots)
+    return nodes, notes, arenas, heaps, bench.tree.version, len(bench.tree.roots)
 
 
 def test_lookup_changes_nothing() -> None:

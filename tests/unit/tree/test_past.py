@@ -7,8 +7,10 @@ from tree_bench import GONE, SPACE, Bench
 from stepwell import Tier
 from stepwell.base.prompt import PageKey
 from stepwell.policy.value import Visit
-from stepwell.tree.node import MAX_PAST, Use
+from stepwell.tree.node import Use
+from stepwell.tree.notes import Notes, key_of
 from stepwell.tree.pruning import clear, truncate
+from stepwell.tree.tree import MAX_PAST
 from toys import FULL
 
 
@@ -18,8 +20,8 @@ def _entered(bench: Bench, path: list[int], at_s: float = 0.0) -> Visit:
     return visit
 
 
-def _page(bench: Bench, page: int) -> bytes:
-    return bench.packed([page])
+def _page(bench: Bench, page: int) -> int:
+    return key_of(bench.packed([page]))
 
 
 def test_a_branch_that_left_is_remembered_by_its_first_page() -> None:
@@ -28,7 +30,7 @@ def test_a_branch_that_left_is_remembered_by_its_first_page() -> None:
     visit = _entered(bench, [1, 2, 7, 8])
     top, branch = bench.path([1, 2, 7, 8])
     truncate(bench.tree, branch, 0, GONE)
-    assert top.past == {_page(bench, 7): visit}
+    assert bench.tree.past.of(top) == {_page(bench, 7): visit}
     bench.check()
 
 
@@ -38,7 +40,7 @@ def test_a_tail_that_left_is_remembered_where_it_was_cut_last() -> None:
     node = bench.path([1])[0]
     for at, page in ((4, 5), (2, 3)):
         truncate(bench.tree, node, at, GONE)
-        assert node.past == {_page(bench, page): visit}
+        assert bench.tree.past.of(node) == {_page(bench, page): visit}
 
 
 def test_what_came_back_is_not_remembered_as_gone() -> None:
@@ -47,7 +49,7 @@ def test_what_came_back_is_not_remembered_as_gone() -> None:
     node = bench.path([1])[0]
     truncate(bench.tree, node, 2, GONE)
     bench.insert([1, 2, 3, 4], let_go=True)
-    assert not node.past and node.num_pages == 4 and node.visit is visit
+    assert not bench.tree.past.of(node) and node.num_pages == 4 and node.visit is visit
 
 
 def test_pages_fetched_without_a_request_come_back_under_their_old_visit() -> None:
@@ -69,7 +71,7 @@ def test_a_newcomer_does_not_take_the_place_of_those_who_may_return() -> None:
     _entered(bench, [1, 2, 9, 9])
     top, below = bench.path([1, 2, 9, 9])
     assert (top.num_pages, below.num_pages) == (2, 2)
-    assert top.past is not None and top.past[_page(bench, 7)] is visit and below.past is None
+    assert bench.tree.past.of(top)[_page(bench, 7)] is visit and not bench.tree.past.of(below)
     bench.check()
 
 
@@ -80,7 +82,7 @@ def test_a_split_leaves_the_memory_where_the_lost_things_hung() -> None:
     node = bench.path([1])[0]
     truncate(bench.tree, node, 4, GONE)
     upper = bench.tree.split(node, 2)
-    assert upper.past is None and node.past is not None and list(node.past) == [_page(bench, 5)]
+    assert not bench.tree.past.of(upper) and list(bench.tree.past.of(node)) == [_page(bench, 5)]
     assert upper.visit is node.visit and visit is not None
 
 
@@ -91,8 +93,8 @@ def test_only_the_latest_are_remembered() -> None:
         _entered(bench, [1, 2, branch, 3])
         _entered(bench, [1, 2, 9])
         truncate(bench.tree, bench.path([1, 2, branch])[1], 0, GONE)
-    past = bench.path([1, 2])[0].past
-    assert past is not None and len(past) == MAX_PAST
+    past = bench.tree.past.of(bench.path([1, 2])[0])
+    assert len(past) == MAX_PAST
     assert _page(bench, 10) not in past and _page(bench, 10 + MAX_PAST + 19) in past
 
 
@@ -100,4 +102,32 @@ def test_a_cleared_namespace_remembers_nobody() -> None:
     bench = Bench(FULL)
     _entered(bench, [1, 2])
     clear(bench.tree, PageKey(SPACE.digest), GONE)
-    assert bench.tree.roots[PageKey(SPACE.digest)].past is None
+    assert not bench.tree.past.of(bench.tree.roots[PageKey(SPACE.digest)])
+
+
+def test_notes_hold_no_tokens_and_a_given_number_for_the_whole_tree() -> None:
+    """However long a page is and however many nodes there are: the oldest notes of the node noted longest ago go first."""
+    bench = Bench(FULL)
+    bench.tree.past = Notes(most_of_node=4, most=10)
+    for family in range(1, 5):
+        for branch in range(10, 16):
+            _entered(bench, [family, 2, 9])
+            _entered(bench, [family, 2, branch])
+            truncate(bench.tree, bench.path([family, 2, branch])[1], 0, GONE)
+            bench.check()
+    past = [bench.tree.past.of(bench.path([family, 2])[0]) for family in range(1, 5)]
+    assert [len(each) for each in past] == [0, 2, 4, 4] and len(bench.tree.past) == 10
+    assert list(past[1]) == [_page(bench, 14), _page(bench, 15)]
+    assert all(-(2**63) <= key < 2**63 for each in past for key in each)
+
+
+def test_notes_of_nodes_that_left_are_gone_with_them() -> None:
+    bench = Bench(FULL)
+    for branch in (3, 4, 5):
+        _entered(bench, [1, 2, branch, 7])
+        _entered(bench, [1, 2, branch, 8])
+        truncate(bench.tree, bench.path([1, 2, branch, 7])[-1], 0, GONE)
+    assert len(bench.tree.past) == 3
+    truncate(bench.tree, bench.path([1, 2])[0], 0, GONE)
+    bench.check()
+    assert len(bench.tree.past) == len(bench.tree.lost) == 1, "of the path, at the root"

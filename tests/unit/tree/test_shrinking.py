@@ -10,8 +10,10 @@ from tree_bench import GONE, SPACE, Bench
 
 from stepwell import Kind, Tier
 from stepwell.tree.checkpoints import drop_residency
-from stepwell.tree.node import ABSENT, MAX_LOSSES, LossReason
+from stepwell.tree.node import ABSENT, LossReason
+from stepwell.tree.notes import key_of
 from stepwell.tree.pruning import KEPT_EMPTY_ROOTS, clear, discard, discard_ids, truncate
+from stepwell.tree.tree import MAX_LOST
 
 
 def test_truncate_takes_the_tail_all_below_and_their_checkpoints() -> None:
@@ -89,7 +91,7 @@ def test_a_dropped_checkpoint_leaves_its_pages_and_a_note() -> None:
     drop_residency(bench.tree, residency, GONE)  # once is enough
     node = bench.path([1, 2])[0]
     assert bench.known([1, 2]) == 2 and bench.restore([1, 2]) == 0
-    assert node.lost == {2: GONE} and node.checkpoints == {}
+    assert bench.tree.lost_checkpoints.of(node) == {2: GONE} and node.checkpoints == {}
     assert bench.arena().used_pages(Kind.POINT) == bench.arena().used_pages(Kind.WINDOW) == 0
     bench.check()
 
@@ -101,7 +103,7 @@ def test_a_checkpoint_in_two_tiers_survives_the_loss_of_one() -> None:
     bench.checkpoint([1, 2], 2, Tier.HOST)
     assert residency is not None
     drop_residency(bench.tree, residency, GONE)
-    assert bench.restore([1, 2]) == 2 and bench.path([1, 2])[0].lost is None
+    assert bench.restore([1, 2]) == 2 and not bench.tree.lost_checkpoints.of(bench.path([1, 2])[0])
 
 
 def test_losses_are_noted_where_the_path_ends_now_and_forgotten_when_it_grows_again() -> None:
@@ -109,19 +111,19 @@ def test_losses_are_noted_where_the_path_ends_now_and_forgotten_when_it_grows_ag
     bench.insert([1, 2, 3])
     node = bench.path([1, 2, 3])[0]
     truncate(bench.tree, node, 1, GONE)
-    assert node.lost == {bench.packed([2]): GONE}
+    assert bench.tree.lost.of(node) == {key_of(bench.packed([2])): GONE}
     bench.insert([1, 2])
-    assert not node.lost
+    assert not bench.tree.lost.of(node)
 
 
 def test_notes_of_losses_are_bounded() -> None:
     bench = Bench(pages=1024)
     bench.insert([1, 70])
     bench.insert([1, 71])
-    for branch in range(2, MAX_LOSSES + 20):
+    for branch in range(2, MAX_LOST + 20):
         bench.insert([1, branch, branch])
         truncate(bench.tree, bench.path([1, branch, branch])[-1], 0, GONE)
-    assert len(bench.path([1])[0].lost or {}) == MAX_LOSSES
+    assert len(bench.tree.lost.of(bench.path([1])[0])) == MAX_LOST
 
 
 def test_clear_forgets_one_namespace_and_leaves_pages_to_their_holders() -> None:

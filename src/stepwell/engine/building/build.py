@@ -104,7 +104,8 @@ def build_engine(
     Should it raise, the store is still the caller's.
     """
     device, dtype, most = device_of(config), dtype_of(config), most_context(config, checkpoint)
-    ahead = _host_ahead(config, device)
+    host_bytes = host_bytes_of(config)
+    ahead = _host_ahead(config, device, host_bytes)
     with phase("reading the weights"):
         model = build_model(
             checkpoint.config,
@@ -124,7 +125,7 @@ def build_engine(
     chosen = write_for(config, device_bytes, store)
     cache_config = CacheConfig(
         device_bytes=device_bytes,
-        host_bytes=host_bytes_of(config),
+        host_bytes=host_bytes,
         write=chosen.write,
         durable=config.durable,
         placement=config.placement,
@@ -132,8 +133,9 @@ def build_engine(
         vocab_size=model.vocab_size,
         hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
     )
-    if spec.spill is not None:
-        ahead = None  # other sizes: it is released before they are looked at
+    if spec.spill is not None and ahead is not None:
+        ahead.take()
+        ahead = None  # rows that spill want other sizes: this is released before they are looked at
     check_room(cache_config if ahead is None else replace(cache_config, host_bytes=None), [device])
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
@@ -259,9 +261,8 @@ def _memories(
     }
 
 
-def _host_ahead(config: EngineConfig, device: str) -> PinnedAhead | None:
+def _host_ahead(config: EngineConfig, device: str, size_bytes: int | None) -> PinnedAhead | None:
     """The host tier of an engine on a GPU, taken while its weights are read. Raises ConfigError where it does not fit."""
-    size_bytes = host_bytes_of(config)
     if device == "cpu" or config.host_block is not None or size_bytes is None:
         return None
     must_fit(size_bytes, settings="host_memory")

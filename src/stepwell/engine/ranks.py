@@ -77,7 +77,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
-    recordable: bool = True  # whether its collectives can be part of a CUDA graph: not those of gloo, which wait on the host
+    on_device: bool = True  # whether its collectives run on the device: those of gloo go through host memory
     calls: Calls = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Ranks:
         """Where the group can read and write it. gloo would copy a GPU's tensors to the host too, but then write back on a thread
         of its own, which older versions of torch refuse for tensors of inference mode.
         """
-        if self.recordable or not tensor.is_cuda:
+        if self.on_device or not tensor.is_cuda:
             return tensor
         near = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
         torch.cuda.current_stream(tensor.device).synchronize()
@@ -170,7 +170,7 @@ def join(rank: int, size: int, meeting: Path, *, backend: str, timeout_s: float)
     if backend == "gloo":
         options._devices = [kind.create_device(hostname=_LOOPBACK)]
     group = kind(dist.PrefixStore(backend, store), rank, size, options)
-    return Ranks(rank=rank, size=size, group=group, recordable=backend == "nccl")
+    return Ranks(rank=rank, size=size, group=group, on_device=backend == "nccl")
 
 
 def _listed(words: list[str]) -> str:

@@ -80,7 +80,7 @@ def build_model(
     weights.finish()
     return replace(
         model, kernels=chosen, selector=picks, selected=model.selected if picks is None else picks.count, ranks=ranks,
-        steady=model.steady if ranks.recordable else (),
+        steady=model.steady if ranks.size == 1 else (),  # workers of ranks capture no CUDA graphs
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
 
 COMMAND = Command(
     name="build-kernels",
-    summary="compile kernels of FlashInfer, for images and before a first start",
+    summary="Compile kernels of FlashInfer, for images and before a first start.",
     configure=configure,
     run=run,
     extra="cuda",

@@ -151,7 +151,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     from stepwell.server.access.principals import Principals
     from stepwell.server.running import ModelServer, address_of, bind
 
-    log.info("start: importing libraries took %.1f s", time.monotonic() - began_s)
+    imported_s = time.monotonic() - began_s
     principals = Principals(keys, tenants.tenants, max_priority=args.max_priority)
     config = engine_options.read(args, os.environ, principals)
     roles = handover.read(args, os.environ)
@@ -164,6 +164,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     events = None
     try:
         events = kv_events.open_socket(args)
+        log.info("start: importing libraries took %.1f s", imported_s)
         checkpoint, engine = open_and_build(args.model, config)
     except BaseException:
         taken.close()

@@ -19,6 +19,7 @@ from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_tier
 from stepwell.cli.engine_options import add_write_policy, write_policy
+from stepwell.cli.printable import printable
 from stepwell.cli.progress_lines import ProgressLines
 from stepwell.sim.case import Case
 from stepwell.sim.files import TraceFile
@@ -153,9 +154,9 @@ def print_table(
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left", caption=caption)
+    table = Table(title=escape(printable(title)), title_justify="left", caption=caption)
     for at, head in enumerate(heads):
         table.add_column(escape(head), justify="left" if at < words else "right")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*[escape(printable(cell)) for cell in row])
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)

@@ -19,6 +19,7 @@ from stepwell.base.extras import install
 from stepwell.cli import build_kernels, demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.flags import with_flags
+from stepwell.cli.printable import printable
 
 COMMANDS: tuple[Command, ...] = (
     build_kernels.COMMAND, demo.COMMAND, demo_cluster.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND,
@@ -77,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except StepwellError as error:
-        print(f"stepwell: error: {with_flags(str(error))}", file=sys.stderr)
+        print("\n".join(map(printable, f"stepwell: error: {with_flags(str(error))}".split("\n"))), file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -19,6 +19,7 @@ from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.spec.presets import load_spec, preset_names
 from stepwell.base.units import format_bytes
 from stepwell.cli.command import Command
+from stepwell.cli.printable import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,7 +112,9 @@ def _table(spec: ModelSpec) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=f"{escape(spec.name)}, pages of {spec.page_tokens} tokens", title_justify="left", show_footer=True)
+    table = Table(
+        title=f"{escape(printable(spec.name))}, pages of {spec.page_tokens} tokens", title_justify="left", show_footer=True
+    )
     table.add_column("state", "total")
     table.add_column("shape")
     table.add_column("dtype")

@@ -18,6 +18,7 @@ from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.base.units import counted, format_bytes
 from stepwell.cli.command import Command
+from stepwell.cli.printable import printable
 from stepwell.store.key_file import read_store_key, write_store_key
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
@@ -87,7 +88,7 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(str(directory)), title_justify="left", show_footer=True)
+    table = Table(title=escape(printable(str(directory))), title_justify="left", show_footer=True)
     table.add_column("namespace", "total")
     table.add_column("label")
     table.add_column("tenant")
@@ -96,7 +97,7 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
     table.add_column("on disk", format_bytes(stat.disk_bytes), justify="right")
     for space in stat.spaces:
         sizes = (f"{space.values:,}", format_bytes(space.value_bytes), format_bytes(space.disk_bytes))
-        table.add_row(space.digest.hex()[:12], escape(space.label), escape(space.tenant), *sizes)
+        table.add_row(space.digest.hex()[:12], escape(printable(space.label)), escape(printable(space.tenant)), *sizes)
     console = _console()
     console.print(table)
     used, budget = format_bytes(stat.directory_bytes), format_bytes(stat.budget_bytes)
@@ -104,7 +105,7 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
     console.print(f"directory   {used} of {budget}, {segments}", markup=False)
     for tenant in stat.tenants:
         amounts = f"{format_bytes(tenant.disk_bytes)} of {format_bytes(tenant.quota_bytes)}"
-        console.print(f"quota       {tenant.tenant}: {amounts}", markup=False)
+        console.print(f"quota       {printable(tenant.tenant)}: {amounts}", markup=False)
     if opened_by is not None:
         console.print(f"open        in {opened_by}: these figures are of a moment ago", markup=False)
 
@@ -170,11 +171,11 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
 
     console = _console()
     if report.damage:
-        table = Table(title=f"damaged in {escape(str(directory))}", title_justify="left")
+        table = Table(title=f"damaged in {escape(printable(str(directory)))}", title_justify="left")
         for header in ("file", "offset", "bytes", "namespace", "key", "why"):
             table.add_column(header, justify="right" if header in ("offset", "bytes") else "left")
         for one in report.damage[:_SHOWN]:
-            table.add_row(*map(escape, _cells(one)))
+            table.add_row(*[escape(printable(cell)) for cell in _cells(one)])
         console.print(table)
         if len(report.damage) > _SHOWN:
             console.print(f"and {len(report.damage) - _SHOWN} more; --json lists them all", markup=False)
@@ -183,7 +184,7 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
         done = "repaired: what was lost is dropped, the rest serves" if repaired else "run with --repair to drop what is lost"
         if report.left:
             first = report.left[0]
-            done = f"{counted(len(report.left), 'place')} could not be repaired, first {first.file}: {first.reason}"
+            done = f"{counted(len(report.left), 'place')} could not be repaired, first {printable(first.file)}: {first.reason}"
         verdict = f"{counted(report.damaged_values, 'value')} and {format_bytes(report.damaged_bytes)} damaged; {done}"
     checked = f"{counted(report.values, 'value')}, {format_bytes(report.value_bytes)} in {counted(report.segments, 'segment')}"
     console.print(f"{checked}: {verdict}", markup=False)
@@ -219,7 +220,7 @@ def _clear(args: Namespace) -> int:
         cleared = store.clear(spaces[0].digest)
     finally:
         store.close()
-    name = f"{spaces[0].digest.hex()[:12]} {spaces[0].label}".strip()
+    name = printable(f"{spaces[0].digest.hex()[:12]} {spaces[0].label}".strip())
     print(
         json.dumps({"namespace": spaces[0].digest.hex(), "values": cleared})
         if args.json
@@ -233,7 +234,8 @@ def _clear(args: Namespace) -> int:
 
 def _new_key(args: Namespace) -> int:
     key = write_store_key(args.file)
-    print(f"{args.file}: store key {key.id.hex()}; give it to every server of the store, as --store-key-file, and keep it secret")
+    use = "give it to every server of the store, as --store-key-file, and keep it secret"
+    print(f"{printable(str(args.file))}: store key {key.id.hex()}; {use}")
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stepwell.base.units import counted
 from stepwell.cli.command import Command
+from stepwell.cli.printable import printable
 from stepwell.sim.describe import Description, describe
 from stepwell.sim.files import TraceFile, write_trace
 from stepwell.sim.generate import KINDS, Shape, generate
@@ -77,7 +78,7 @@ def _say_written(args: Namespace, written: int) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), "requests": written}))
     else:
-        print(f"{args.out}: {counted(written, 'request')}")
+        print(f"{printable(str(args.out))}: {counted(written, 'request')}")
     return 0
 
 
@@ -86,7 +87,7 @@ def _print_description(title: str, description: Description) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(title), title_justify="left", show_header=False)
+    table = Table(title=escape(printable(title)), title_justify="left", show_header=False)
     table.add_column("what")
     table.add_column("figure", justify="right")
     for name, value in description.as_json().items():

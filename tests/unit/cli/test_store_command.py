@@ -210,3 +210,22 @@ def keyed(store_key: StoreKey, name: str, where: Space = ONE) -> Write:
     seals, plain = Keyed(store_key), offer(where, name, 1000)
     (stamp,) = seals.stamp_all(where, [plain.key], [1000], [seals.digest(plain.data)])
     return plain._replace(stamp=stamp)
+
+
+def test_names_from_files_cannot_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = Space(digest=b"9" * 32, label="\x1b[31mred\x07\u202egnp.exe", tenant="\x1b]0;title\x07\n")
+    directory = tmp_path / "store\x1b[2J"
+    with closing(open_in(directory)) as store:
+        store.write_from(hostile, [offer(hostile, "v0", 10_000), offer(hostile, "v1", 10_000)])
+    with closing(open_in(directory)) as store:
+        index = store._state.index
+        offset = int(index.columns.offset[index.rows_of(hostile.digest)[key("v1")]])
+    damage(directory, offset)
+    shown = []
+    for order in (["stat"], ["check"], ["check", "--repair"]):
+        _, out, err = run(capsys, "store", *order, str(directory))
+        shown += [out, err]
+    shown += run(capsys, "store", "clear", str(directory), hostile.digest.hex())[1:]
+    shown += run(capsys, "store", "stat", f"{tmp_path}/no\x1b[2Jsuch")[1:]
+    assert "\\x1b[31mred\\x07\\u202egnp.exe" in shown[0] and "\\x1b]0;title" in shown[0]
+    assert not [one for text in shown for one in text if one != "\n" and not one.isprintable()]

@@ -31,10 +31,10 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's monotonic clock."""
+    """The machine's monotonic clock, with the time it was suspended where the system counts that: a TTL ends meanwhile."""
 
     def now(self) -> float:
-        return time.monotonic()
+        return _running_s()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -43,7 +43,11 @@ class SystemClock:
         event.wait(seconds)
 
     def wall_s(self, at_s: float) -> float:
-        return time.time() - (time.monotonic() - at_s)
+        return time.time() - (_running_s() - at_s)
+
+
+def _running_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 class ManualClock:

@@ -21,7 +21,7 @@ from typing import NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from stepwell.base.errors import BadTokens
+from stepwell.base.errors import BadTokens, ConfigError
 
 TOKEN_BYTES = 4
 MAX_TOKEN = 2**31 - 1
@@ -91,6 +91,16 @@ class Namespace:
     salt: str | None = field(default=None, repr=False)  # a secret of whoever chose it
     tenant: str | None = None
     name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for text that no digest can be made of: half of a surrogate pair."""
+        for name in ("model", "layout", "shard", "adapter", "salt", "tenant"):
+            text = getattr(self, name)
+            if text is not None and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError:  # a salt is a secret, so the text is not shown
+                    raise ConfigError(f"the {name} of a namespace has half of a surrogate pair: no valid Unicode") from None
 
     @cached_property
     def digest(self) -> PageKey:

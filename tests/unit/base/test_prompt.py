@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from stepwell import BadTokens, Kind, ModelSpec, Namespace, Point, Prefix, StateSpec, Window
+from stepwell import BadTokens, ConfigError, Kind, ModelSpec, Namespace, Point, Prefix, StateSpec, Window
 from stepwell.base.prompt import KEY_BYTES, MAX_TOKEN, common_pages, pack, page_keys, unpack
 from stepwell.base.spec import Part
 from toys import HYBRID, KV, SSM, model, swa, text
@@ -248,3 +248,11 @@ def test_a_window_is_not_a_point_of_the_same_size() -> None:
     as_window = model(KV, StateSpec(name="x", shape=Window(tokens=4), layers=1, row_bytes=8, dtype="u8"))
     as_point = model(KV, StateSpec(name="x", shape=Point(), layers=1, row_bytes=8, dtype="u8"))
     assert as_window.fingerprint != as_point.fingerprint
+
+
+@pytest.mark.parametrize("name", ["model", "layout", "shard", "adapter", "salt", "tenant"])
+def test_a_namespace_of_half_a_surrogate_pair_is_refused_without_showing_it(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"the {name} of a namespace has half of a surrogate pair") as refused:
+        Namespace(**{"model": "m", "layout": "l", name: "se\ud800cret"})
+    assert "cret" not in str(refused.value)
+    assert Namespace(**{"model": "m", "layout": "l", name: "\U0001f600"}).digest

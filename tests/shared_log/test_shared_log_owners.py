@@ -14,15 +14,20 @@ from typing import Any
 
 import pytest
 from log_peer import HERE
-from shared_log_fixtures import OpenHere
+from shared_log_fixtures import OPTIONS, OpenHere
 
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import SystemClock
 from stepwell.store.api import Read, ReadOutcome
 from stepwell.store.log import opening as log_opening
 from stepwell.store.log import reader
+from stepwell.store.log.opening import read_options
 from stepwell.store.log.reader import Reader
+from stepwell.store.registry import Opening
 from stepwell.store.shared import connection, server
+from stepwell.store.shared.client import MAX_LANES, Client, Lane
 from stepwell.store.shared.connection import SOCKET_NAME, Connection, Deadline, Late, connect, listen
+from stepwell.store.shared.store import SharedLog
 from stepwell.testing.store_contract import fetch, key, offer
 from waiting import PATIENCE_S, wait_until
 
@@ -105,6 +110,54 @@ def test_a_process_that_starts_waits_until_the_log_is_recovered(
     assert "is recovering the log, and this process waits for it" in record.message
     client.write_from(HERE, [offer(HERE, "x", 5000)])
     assert fetch(owner, HERE, "x", 5000) is not None
+
+
+def test_an_opening_waits_for_a_recovery_no_longer_than_its_limit(
+    open_here: OpenHere, directory: Path, pool: ThreadPoolExecutor, recovery: Recovery
+) -> None:
+    first = pool.submit(open_here)
+    assert recovery.begun.wait(PATIENCE_S)
+    options = read_options(Opening(location=str(directory), options=OPTIONS), "shared-log")
+    with pytest.raises(StoreError, match=r"process \d+ is recovering the log for 0.5 s; see whether it is stopped"):
+        SharedLog(options, clock=SystemClock(), timeout_s=PATIENCE_S, recovery_s=0.5)
+    recovery.go_on.set()
+    assert first.result(PATIENCE_S).owns
+
+
+@pytest.mark.parametrize("verb", ["contains", "close"])
+def test_an_interrupted_look_for_an_owner_gives_its_turn_to_the_next(
+    verb: str, open_here: OpenHere, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, client = open_here(), open_here()
+    owner.close()
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedLog, "_find", interrupted)
+        patch.setattr(Client, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.contains(HERE, [key("x")]) if verb == "contains" else client.close()
+    if verb == "contains":
+        assert pool.submit(client.contains, HERE, [key("x")]).result(PATIENCE_S) == [False] and client.owns
+    pool.submit(client.close).result(PATIENCE_S)
+
+
+def test_interrupted_calls_leave_their_lanes_to_others(open_here: OpenHere, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, client = open_here(), open_here(timeout="5")
+    assert owner.owns
+    give_back = Client._give_back
+
+    def interrupted(self: Client, lane: Lane) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Client, "_give_back", interrupted)
+    for _ in range(2 * MAX_LANES):
+        with pytest.raises(KeyboardInterrupt):
+            client.contains(HERE, [key("x")])
+    monkeypatch.setattr(Client, "_give_back", give_back)
+    assert client.contains(HERE, [key("x")]) == [False]
 
 
 def test_a_call_waits_for_a_recovery_no_longer_than_its_timeout(

@@ -72,6 +72,10 @@ class Call:
     def end(self) -> None:
         """Waits for all pieces or the deadline, and lets nothing land any more."""
         self.overdue = not self.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Lets nothing land any more, at once."""
         with self._changed:
             self._over = True
             self._changed.wait_for(lambda: not self._landing)  # a copy in memory: it ends

@@ -7,7 +7,8 @@ neither is asked.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from threading import Lock
 
 from stepwell.base.meters import Clock, Counters
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """The breakers of one store, and counts of what happened. Every call that `begin` gives out comes back in `end`, once."""
+    """The breakers of one store, and counts of what happened."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name, self._clock = name, clock
@@ -31,8 +32,26 @@ class Health:
     def state(self) -> BreakerState:
         return self._data.state if self._data.state is not BreakerState.CLOSED else self._questions.state
 
-    def begin(self, deadline_s: float, *, question: bool = False) -> Call | None:
-        """A call, or None while the store is left alone."""
+    @contextmanager
+    def call(self, deadline_s: float, statuses: Sequence[ItemStatus] = (), *, question: bool = False) -> Iterator[Call | None]:
+        """A call, or None while the store is left alone. At the end waits for the call, and notes how the store did.
+
+        When the caller is interrupted, nothing touches its memory any more, and the store is judged by the next call.
+        """
+        call = self._begin(deadline_s, question=question)
+        if call is None:
+            yield None
+            return
+        try:
+            yield call
+            self._end(call, statuses, question=question)
+        except BaseException:
+            call.abandon()
+            with self._lock:
+                (self._questions if question else self._data).undecided()
+            raise
+
+    def _begin(self, deadline_s: float, *, question: bool) -> Call | None:
         now = self._clock.now()
         with self._lock:
             if self._closed or not (self._data.allows(now) and self._questions.allows(now)):
@@ -41,8 +60,7 @@ class Health:
             (self._questions if question else self._data).asked(now)
         return Call(self._clock, deadline_s)
 
-    def end(self, call: Call, statuses: Sequence[ItemStatus], *, question: bool = False) -> None:
-        """Waits for a call, and notes how the store did."""
+    def _end(self, call: Call, statuses: Sequence[ItemStatus], *, question: bool) -> None:
         breaker = self._questions if question else self._data
         call.end()
         why = "it did not answer in time" if call.overdue else call.error

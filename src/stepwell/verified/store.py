@@ -69,12 +69,14 @@ class VerifiedStore:
         """Fills the runs of every value that verifies, and touches no others. Returns by the deadline."""
         must_be_sound(reads, writable=True)
         statuses = [ItemStatus.FAILED] * len(reads)
-        call = self._health.begin(self._deadline_s) if reads else None
-        if call is not None:
+        if not reads:
+            return statuses
+        with self._health.call(self._deadline_s, statuses) as call:
+            if call is None:
+                return statuses
             for first, piece in pieces(reads, self._turn_bytes(reads)):
                 call.start(self._reading, partial(self._read_piece, space, piece, first, statuses))
-            self._health.end(call, statuses)
-            self._health.count("read", statuses, good_bytes(reads, statuses))
+        self._health.count("read", statuses, good_bytes(reads, statuses))
         return statuses
 
     def write(self, space: Space, writes: Sequence[WriteRuns]) -> list[ItemStatus]:
@@ -88,15 +90,15 @@ class VerifiedStore:
             return [ItemStatus.FAILED] * len(writes)
         statuses = [ItemStatus.OK if known else ItemStatus.FAILED for known in there]
         missing = [at for at, known in enumerate(there) if not known]
-        call = self._health.begin(self._deadline_s) if missing else None
-        if call is not None:
-            new = [writes[at] for at in missing]
-            try:
-                self._seal_and_start(call, space, new, missing, statuses)
-            finally:
-                self._health.end(call, statuses)
-            outcomes = [statuses[at] for at in missing]
-            self._health.count("write", outcomes, good_bytes(new, outcomes))
+        if not missing:
+            return statuses
+        new = [writes[at] for at in missing]
+        with self._health.call(self._deadline_s, statuses) as call:
+            if call is None:
+                return statuses
+            self._seal_and_start(call, space, new, missing, statuses)
+        outcomes = [statuses[at] for at in missing]
+        self._health.count("write", outcomes, good_bytes(new, outcomes))
         return statuses
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
@@ -227,9 +229,8 @@ class VerifiedStore:
 
     def _ask(self, space: Space, keys: Sequence[bytes]) -> list[bool] | None:
         """What the store says it has; None when it does not say."""
-        call = self._health.begin(min(QUESTION_S, self._deadline_s), question=True) if keys else None
-        if call is None:
-            return None if keys else []
+        if not keys:
+            return []
         found: list[bool] = []
 
         def piece(call: Call) -> None:
@@ -239,22 +240,23 @@ class VerifiedStore:
                 if wanted:
                     found.extend(answer)
 
-        call.start(self._asking, piece)
-        self._health.end(call, (), question=True)
+        with self._health.call(min(QUESTION_S, self._deadline_s), question=True) as call:
+            if call is None:
+                return None
+            call.start(self._asking, piece)
         return found if len(found) == len(keys) else None
 
     def _order(self, work: Callable[[], int]) -> int:
-        call = self._health.begin(self._deadline_s)
-        if call is None:
-            raise StoreError("the store is closed, or switched off after failures; try again later")
         counts: list[int] = []
 
         def piece(call: Call) -> None:
             call.must_be_open()
             counts.append(work())
 
-        call.start(self._writing, piece)
-        self._health.end(call, ())
+        with self._health.call(self._deadline_s) as call:
+            if call is None:
+                raise StoreError("the store is closed, or switched off after failures; try again later")
+            call.start(self._writing, piece)
         if call.overdue or not counts:
             raise StoreError(call.error or f"the store did not answer within {self._deadline_s:g} s")
         return counts[0]

@@ -21,7 +21,8 @@ from stepwell.store.api import Read, ReadOutcome, ReadResult, Space, Traits, Wri
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Wrapper
 from stepwell.testing.store_contract import key, payload
-from waiting import wait_until
+from stepwell.verified.calls import Call
+from waiting import PATIENCE_S, wait_until
 
 OK, MISSING, FAILED = ItemStatus.OK, ItemStatus.MISSING, ItemStatus.FAILED
 
@@ -343,3 +344,43 @@ def test_what_cannot_work_is_refused(verified: VerifiedStore) -> None:
         verified.read(space, [ReadRuns(key=key("a"), runs=[memoryview(b"fixed")])])
     with pytest.raises(ConfigError, match="positive"):
         VerifiedStore(MemoryStore(), deadline_s=0)
+
+
+class Held(Wrapper):
+    """Reads wait, and then write into the memory that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryStore())
+        self.reading, self.go_on = Event(), Event()
+
+    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
+        self.reading.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return super().read_into(space, reads, cancelled=cancelled)
+
+
+@pytest.mark.parametrize("state", [BreakerState.CLOSED, BreakerState.TRYING])
+def test_an_interrupted_call_touches_no_memory_and_leaves_the_store_to_the_next(
+    state: BreakerState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, clock = Held(), ManualClock()
+    with closing(VerifiedStore(store, clock=clock)) as layer:
+        space = layer.space(b"x")
+        assert layer.write(space, [offer("a", [100])]) == [OK]
+        layer._health._data.state = state if state is BreakerState.CLOSED else BreakerState.OPEN
+        clock.advance(3600)
+        read, wait = want("a", [100]), Call.wait
+
+        def interrupted(call: Call, most_running: int = 0) -> bool:
+            assert store.reading.wait(PATIENCE_S) and layer.state is state
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Call, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                layer.read(space, [read])
+        store.go_on.set()
+        assert Call.wait is wait
+        again = want("a", [100])
+        assert layer.read(space, [again]) == [OK] and bytes_of(again) == payload("a", 100)
+        assert bytes_of(read) == bytes(100) and layer.state is BreakerState.CLOSED

@@ -90,7 +90,8 @@ class Client:
         self._changed = Condition()
         self._gone = False
         first = Lane(directory, deadline)
-        self._idle, self._lanes = [first], {first}
+        self._idle = [first]
+        self._lanes = {first}
         self.settings: Settings = first.settings
         self.process: int = first.connection.process
 
@@ -206,19 +207,23 @@ class Client:
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
         """A lane for one call; one that broke is not used again."""
-        lane = None
+        lane, sound = None, False
         try:
             lane = self._take()
             yield lane
+            sound = True
         except StoreError:  # the owner's word: the lane is as good as before
-            if lane is not None:
-                self._give_back(lane)
+            sound = True
             raise
         except BaseException as error:
-            if lane is not None:
-                self._drop(lane)
             raise self._explained(error) from None
-        self._give_back(lane)
+        finally:
+            if lane is not None:
+                try:
+                    (self._give_back if sound else self._drop)(lane)
+                except BaseException:
+                    self._drop(lane)
+                    raise
 
     def _explained(self, error: BaseException) -> BaseException:
         """What a call that failed raises."""
@@ -271,6 +276,8 @@ class Client:
     def _drop(self, lane: Lane) -> None:
         with self._changed:
             self._lanes.discard(lane)
+            if lane in self._idle:
+                self._idle.remove(lane)
             self._changed.notify()
         lane.close()
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Lock
+from threading import Condition
 from typing import TypeVar
 
 from stepwell.base.errors import ConfigError, StoreError
@@ -41,16 +41,20 @@ T = TypeVar("T")
 TIMEOUT_S = 10.0  # two of them are less than the cache waits for an answer
 _PAUSE_S = 0.01  # between two looks for an owner
 _RECOVERY_PAUSE_S = 0.1  # while it recovers
+RECOVERY_S = 600.0  # that an opening waits for an owner that recovers the log: seconds for a million values
 
 
 class SharedLog:
     """Opened by `opening.open_shared_log`. All verbs from any thread; `close` once nobody uses it any more."""
 
-    def __init__(self, options: LogOptions, *, clock: Clock, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, options: LogOptions, *, clock: Clock, timeout_s: float = TIMEOUT_S, recovery_s: float = RECOVERY_S
+    ) -> None:
         """Raises ConfigError or StoreError."""
-        self._options, self._clock, self._timeout_s = options, clock, timeout_s
+        self._options, self._clock, self._timeout_s, self._recovery_s = options, clock, timeout_s, recovery_s
         self._process = os.getpid()
-        self._finding = Lock()  # whoever looks for an owner
+        self._changed = Condition()
+        self._finder: object | None = None  # the call that looks for an owner
         self._closed = False
         self._role: LogStore | Client | None = None
         self._server: Server | None = None
@@ -106,14 +110,14 @@ class SharedLog:
         if os.getpid() != self._process:
             return
         self._closed = True
-        with self._finding:
-            role, server, self._role, self._server = self._role, self._server, None, None
-        try:
-            if server is not None:
-                server.close()
-        finally:
-            if role is not None:
-                role.close()
+        with self._finding():
+            try:
+                if self._server is not None:
+                    self._server.close()
+            finally:
+                if self._role is not None:
+                    self._role.close()
+                self._role = self._server = None
 
     def leave_in_child(self) -> None:
         """In a fork: sockets and lock stay with the process that opened them. No lock is taken here."""
@@ -147,20 +151,36 @@ class SharedLog:
         role = self._role
         if role is not None and not (isinstance(role, Client) and role.is_gone):
             return role
-        if not self._finding.acquire(timeout=deadline.left_s):
-            raise self._nobody()
-        try:
+        with self._finding(deadline):
             self._must_be_open()
             role = self._role
             if role is None or (isinstance(role, Client) and role.is_gone):
                 role = self._role = self._find(deadline)
             return role
+
+    @contextmanager
+    def _finding(self, deadline: Deadline | None = None) -> Iterator[None]:
+        """One call at a time looks for an owner, or ends this one. Whatever interrupts that call, the next one has its turn.
+
+        Raises StoreError when there is no turn in time.
+        """
+        me = object()
+        try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._finder is None, deadline.left_s if deadline is not None else None):
+                    raise self._nobody()
+                self._finder = me
+            yield
         finally:
-            self._finding.release()
+            with self._changed:
+                if self._finder is me:
+                    self._finder = None
+                    self._changed.notify()
 
     def _find(self, deadline: Deadline) -> LogStore | Client:
-        """Owns the log, or finds who does. An opening waits until that has recovered the log, however long it takes."""
-        opening, told = self._settings is None, False
+        """Owns the log, or finds who does. An opening waits longer for an owner that says that it recovers the log."""
+        opening, until = self._settings is None, None
+        limit_s = self._recovery_s if opening else self._timeout_s
         while True:
             self._must_be_open()
             try:
@@ -170,13 +190,14 @@ class SharedLog:
             try:
                 return self._ask(deadline)
             except Recovering as error:
+                if until is None:
+                    until = Deadline(limit_s) if opening else deadline
+                    log.warning("%s: %s, and this process waits for it, at most %g s", self._options.directory, error, limit_s)
+                if not until.left_s:
+                    further = "see whether it is stopped, or its disk hangs" if opening else "it is tried again"
+                    raise StoreError(f"{self._options.directory}: {error} for {limit_s:g} s; {further}") from None
                 if opening:
-                    deadline = Deadline(self._timeout_s)  # it says that it is at it
-                elif not deadline.left_s:
-                    raise StoreError(f"{self._options.directory}: {error} for {self._timeout_s:g} s; it is tried again") from None
-                if not told:
-                    log.warning("%s: %s, and this process waits for it", self._options.directory, error)
-                told = True
+                    deadline = Deadline(self._timeout_s)  # for the next answer
                 time.sleep(_RECOVERY_PAUSE_S)
                 continue
             except Gone:

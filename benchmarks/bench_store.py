@@ -1,7 +1,7 @@
 """The bottom tier beside the disk it lies on, SGLang's file backend, one file per page, and raw Mooncake, in one run.
 
     make bench-tree-peer     install SGLang 0.5.23 into a venv of its own (once, about 3 GB); without it, its rows are left out
-    make bench-store         measure, print the tables, write bench-store.json (about 5 minutes, up to 4 GB of disk)
+    make bench-store         measure, print the tables, write bench-store.json (about 6 minutes, up to 4 GB of disk)
 
 Medians over rounds in which every contender has its turn, one after the other. Plain is one thread that does nothing but
 move bytes, 128 values a call. Hashed is the same by as many threads as the log has, with XXH3-128 of every value: the most that
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from store import many_values
 from store import mooncake_network as mooncake
 from store.files import Files
 from store.hashed import Hashed
@@ -243,7 +244,7 @@ def main() -> None:
     left_out = ["all that others made (--ours)"] if args.ours else absent()
     has_mooncake = not args.ours and not mooncake.why_not()
     with Progress(console=Console(stderr=True)) as progress:
-        steps = len(SETS) * 4 * (args.rounds + 1) + has_mooncake * len(MOONCAKE_SETS) * 6 * args.rounds
+        steps = len(many_values.COUNTS) + len(SETS) * 4 * (args.rounds + 1) + has_mooncake * len(MOONCAKE_SETS) * 6 * args.rounds
         task = progress.add_task("measuring", total=steps)
 
         def step(what: str) -> None:
@@ -253,13 +254,16 @@ def main() -> None:
             measure(make_load(value_bytes, batches), args.directory, args.rounds, samples, step, peers=not args.ours)
         if has_mooncake:
             measure_mooncake(args.rounds, samples, step)
+        by_values = many_values.measure(args.directory, step)
     console.print(table(samples))
+    console.print(many_values.table(by_values))
     for why in left_out:
         console.print(f"left out  {why}")
-    for name, met, detail in goals(samples):
+    for name, met, detail in (*goals(samples), *many_values.goals(by_values)):
         console.print(f"{'met   ' if met else 'MISSED'}  {name}: {detail}")
     took_s, after = time.monotonic() - started_s, os.getloadavg()
     content = {"machine": before, "load_average_after": after, "took_s": took_s, "left_out": left_out, "rows": rows(samples)}
+    content["by_values"] = by_values
     args.output.write_text(json.dumps(content) + "\n")
     if before["load_average"][0] > 1:
         console.print(

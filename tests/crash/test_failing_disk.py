@@ -14,6 +14,7 @@ from test_power_loss import HERE, TURNS, check, operations
 
 from stepwell.base.errors import StoreError
 from stepwell.store.api import WriteOutcome
+from stepwell.store.log.state.segments import NEW_NAME
 from stepwell.testing.store_contract import fetch, key, offer
 
 
@@ -99,7 +100,7 @@ def test_a_disk_full_from_the_start_is_no_room_and_no_crash() -> None:
     create = disk.create
 
     def only_small_files(path: Path) -> int:
-        if path.suffix == ".seg":
+        if path.name == NEW_NAME:
             raise OSError(errno.ENOSPC, "the disk is full")
         return create(path)
 

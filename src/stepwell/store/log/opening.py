@@ -26,7 +26,7 @@ from stepwell.store.log.format.segment_list import NUMBERS_END, SegmentList, num
 from stepwell.store.log.format.superblock import Superblock
 from stepwell.store.log.recovery.recover import Recovered, recover
 from stepwell.store.log.state.log_state import LogState
-from stepwell.store.log.state.segments import Segments, State, choose_budget
+from stepwell.store.log.state.segments import NEW_NAME, Segments, State, choose_budget
 from stepwell.store.log.store import LogStore
 from stepwell.store.log.writing.upkeep import Direct, save_snapshot
 from stepwell.store.registry import Opening
@@ -241,7 +241,7 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
 def _tidy(state: LogState, doubtful: set[int]) -> None:
     """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
     for name in state.disk.names(state.directory):
-        if name.endswith(".new") and name.removesuffix(".new") in (snapshot.NAME, segment_list.NAME, superblock.NAME):
+        if name in (NEW_NAME, *(f"{one}.new" for one in (snapshot.NAME, segment_list.NAME, superblock.NAME))):
             state.disk.unlink(state.directory / name)
     segments = state.segments
     for number in doubtful:  # what was read there may be in the machine's memory only
@@ -249,6 +249,9 @@ def _tidy(state: LogState, doubtful: set[int]) -> None:
         segments.open(segment)
         state.disk.sync(segment.fd)
     sound = [segment for segment in segments.table.values() if segments.sound(segment)]
+    for segment in segments.table.values():
+        if segment not in sound:  # cut off: what is missing is lost, and its place is there again
+            segments.restore_length(segment)
     if sound and sound[-1].id == segments.last_number:  # what came before it is not read again beyond the snapshot
         state.active = sound[-1]
         state.active.state = State.ACTIVE

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from threading import Condition
 from typing import cast
 
@@ -58,6 +59,7 @@ class LogStore:
     def __init__(self, state: LogState, *, direct: Direct, clock: Clock) -> None:
         self._state = state
         self._left = False  # in a fork: the lock is not ours
+        state.index.keep_order(state.quotas)
         self._reader = Reader(state)
         self._writer = Writer(state)
         self._group_commit = GroupCommit(self._put)
@@ -120,8 +122,8 @@ class LogStore:
     def close(self) -> None:
         """Saves the index, so that the next opening is quick and knows what was used last. Does nothing in a fork.
 
-        Waits for running reads. Raises StoreError when the disk does not answer one: its file must stay open, so the directory
-        stays locked until this process ends.
+        Waits for running reads. Called again after an interruption, it goes on. Raises StoreError when the disk does not answer a
+        read: its file must stay open, so the directory stays locked until this process ends.
         """
         if not self._state.closed and not self._left:
             self._group_commit.submit(ExclusiveTask(run=self._close))
@@ -130,7 +132,7 @@ class LogStore:
         self._state.must_be_open()
         state = self._state
         with state.lock:
-            used = sum(state.index.live_bytes.values())
+            used = state.index.total_bytes
             is_full = state.disk_full and len(state.segments.table) < state.max_segments
         return StoreSize(used_bytes=used, budget_bytes=state.budget.total_bytes, disk_full=is_full)
 
@@ -161,8 +163,11 @@ class LogStore:
 
     def stat(self) -> LogStat:
         self._state.must_be_open()
-        with self._state.lock:
-            return stat_of(self._state)
+        try:
+            with self._state.lock:
+                return stat_of(self._state)
+        except OSError as error:
+            raise StoreError(f"the directory of {self._state.directory} cannot be read: {error}") from error
 
     def repair(self, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
         """Verifies every byte, and drops what is damaged for good; returns what was found, and what of it is left.
@@ -184,18 +189,21 @@ class LogStore:
         return reports[0]
 
     def audit(self) -> None:
-        """Asserts that index, segments and tombstones agree."""
+        """Asserts that index, segments and tombstones agree. Waits for a clear that has given the lock back in between."""
+        self._group_commit.submit(ExclusiveTask(run=self._audit))
+
+    def __repr__(self) -> str:
+        return f"LogStore({str(self._state.directory)!r}, values={self._state.index.num_values}{', closed' * self._state.closed})"
+
+    # ---- inside -----------------------------------------------------------------------------------
+
+    def _audit(self) -> None:
         state = self._state
         with state.lock:
             state.index.audit()
             assert set(filter(state.index.live_bytes.get, state.index.live_bytes)) <= set(state.segments.table), "values nowhere"
             left = state.budget.left_beside(len(state.segments.table), state.snapshot_bytes())
             assert left >= 0, f"{-left} bytes above the budget: {len(state.segments.table)=} {state.snapshot_bytes()=}"
-
-    def __repr__(self) -> str:
-        return f"LogStore({str(self._state.directory)!r}, values={self._state.index.num_values}{', closed' * self._state.closed})"
-
-    # ---- inside -----------------------------------------------------------------------------------
 
     def _named(self, digest: bytes) -> Space:
         """A space as it was first seen."""
@@ -208,8 +216,11 @@ class LogStore:
         def run() -> None:
             self._state.must_be_open()
             self._state.must_be_ours()
-            results.append(work())
-            self._save_if_due()
+            try:
+                results.append(work())
+                self._save_if_due()
+            except OSError as error:
+                raise StoreError(f"the disk of {self._state.directory} failed: {error}") from error
 
         self._group_commit.submit(ExclusiveTask(run=run))
         return results[0]
@@ -235,7 +246,8 @@ class LogStore:
             return
         state = self._state
         try:
-            if state.directory_lock is None or state.directory_lock.is_ours():  # else there is nothing of ours to save it with
+            is_ours = state.directory_lock is None or state.directory_lock.is_ours()  # else there is nothing to save it with
+            if is_ours and not state.torn:
                 self._save()
         finally:
             with state.lock:
@@ -290,54 +302,90 @@ class ExclusiveTask:
 
 
 class GroupCommit:
-    """Hands out the turn to write. Knows no files and no formats: a turn is a function over a group of requests."""
+    """Assigns the turn to write. Knows no files and no formats: a turn is a function over a group of requests.
+
+    Requests stay queued until their turn ends. So whatever interrupts a caller (KeyboardInterrupt, at any moment), the turn
+    goes on to the next one, and every request of an interrupted group fails.
+    """
 
     def __init__(self, put: Callable[[Sequence[PutRequest]], None]) -> None:
         self._put = put
         self._changed = Condition()
         self._queue: deque[PutRequest | ExclusiveTask] = deque()
-        self._taken = False
+        self._writer: PutRequest | ExclusiveTask | None = None  # the request whose caller has the turn
+        self._group: list[PutRequest | ExclusiveTask] = []  # what it serves: the head of the queue
 
     def submit(self, request: PutRequest | ExclusiveTask) -> None:
-        """Returns when the request was served, here or by another thread; raises what its turn raised."""
-        with self._changed:
-            self._queue.append(request)
-        while True:
+        """Returns when the request was served, here or by another thread. Raises what its turn raised, or what interrupts it.
+
+        Nothing uses the memory of the request any more then.
+        """
+        try:
             with self._changed:
-                while self._taken and not request.done:
-                    self._changed.wait()
-                if request.done:
-                    break
-                self._taken = True
-                group = self._next_group()
-            self._serve(group)
+                self._queue.append(request)
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._writer is None or request.done)
+                    if request.done:
+                        break
+                    self._writer = request
+                    self._group = self._next_group()
+                self._serve(self._group)
+                self._end_turn()
+        except BaseException as error:
+            self._withdraw(request, error)
+            raise
         if request.error is not None:
             raise request.error
 
     def _next_group(self) -> list[PutRequest | ExclusiveTask]:
         """All puts at the head of the queue, up to a limit; or the one job there."""
-        group = [self._queue.popleft()]
-        size = group[0].size_bytes if isinstance(group[0], PutRequest) else GROUP_BYTES
-        while self._queue and isinstance(head := self._queue[0], PutRequest) and size + head.size_bytes <= GROUP_BYTES:
-            size += head.size_bytes
-            group.append(self._queue.popleft())
+        group = [self._queue[0]]
+        if isinstance(group[0], PutRequest):
+            size = group[0].size_bytes
+            for head in islice(self._queue, 1, None):
+                if not isinstance(head, PutRequest) or size + head.size_bytes > GROUP_BYTES:
+                    break
+                size += head.size_bytes
+                group.append(head)
         return group
 
     def _serve(self, group: Sequence[PutRequest | ExclusiveTask]) -> None:
         error = self._try(group)
-        if isinstance(error, Exception) and len(group) > 1:  # each alone, so that it comes to whoever caused it only
+        if error is not None and len(group) > 1:  # each alone, so that it comes to the request that caused it only
             for request in group:
                 request.error = self._try([request])
         else:
             for request in group:
                 request.error = error
+
+    def _end_turn(self) -> None:
         with self._changed:
-            self._taken = False
-            for request in group:
+            for request in self._group:
                 request.done = True
+                self._queue.popleft()
+            self._group, self._writer = [], None
             self._changed.notify_all()
 
-    def _try(self, group: Sequence[PutRequest | ExclusiveTask]) -> BaseException | None:
+    def _withdraw(self, request: PutRequest | ExclusiveTask, error: BaseException) -> None:
+        """After an interruption of its caller: ends the turn if this one has it, and waits where another one serves it."""
+        with self._changed:
+            if self._writer is request:
+                for one in self._group:
+                    if not one.done:
+                        what = f"the thread that wrote for this call was interrupted by {type(error).__name__}"
+                        one.error = StoreError(f"{what}; what the call asked for was done, or was not")
+                        one.done = True
+                    if one in self._queue:
+                        self._queue.remove(one)
+                self._group, self._writer = [], None
+            elif request in self._group:
+                self._changed.wait_for(lambda: request.done)
+            if request in self._queue:
+                self._queue.remove(request)
+            self._changed.notify_all()
+
+    def _try(self, group: Sequence[PutRequest | ExclusiveTask]) -> Exception | None:
         try:
             puts = [request for request in group if isinstance(request, PutRequest)]
             if puts:
@@ -345,6 +393,6 @@ class GroupCommit:
             for request in group:
                 if isinstance(request, ExclusiveTask):
                     request.run()
-        except BaseException as raised:  # it belongs to whoever waits for it
+        except Exception as raised:  # the worker boundary: it belongs to the callers that wait for it
             return raised
         return None

@@ -16,7 +16,7 @@ from stepwell.store.log.format import snapshot
 from stepwell.store.log.format.batch import ENTRY, Batch, BatchKind, levels_of
 from stepwell.store.log.state.index import Index
 from stepwell.store.log.store import LogStore
-from stepwell.store.log.writing.victim import coldest
+from stepwell.store.log.writing.victim import evict_first
 from stepwell.testing.store_contract import key, offer, space
 
 HERE = space("levels")
@@ -128,6 +128,7 @@ def test_entries_from_before_levels_are_normal() -> None:
 def test_the_order_is_that_of_walking_every_chain(seed: int) -> None:
     rng = np.random.default_rng(seed)
     index, where = Index(), Space(digest=bytes([7]) * 32)
+    index.keep_order([""])
     parents: dict[int, int] = {}
     levels: dict[int, int] = {}
     depths = {0: -1}
@@ -156,7 +157,8 @@ def test_the_order_is_that_of_walking_every_chain(seed: int) -> None:
         while here:
             expected[here] = max(expected[here], levels[number])
             here = parents[here]
-    rows = coldest(index, 2**40, "")
+    index.audit()
+    rows = evict_first(index, "", 2**40, most=2**20)
     order = [int.from_bytes(index.columns.key[row].tobytes(), "little") for row in rows]
     assert [expected[number] for number in order] == sorted(expected.values())
     place = {number: at for at, number in enumerate(order)}

@@ -8,20 +8,25 @@ import shutil
 import struct
 import tracemalloc
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from log_fixtures import OpenLog
 
 from stepwell.base.errors import StoreError
+from stepwell.base.meters import ManualClock
 from stepwell.cli.main import main
 from stepwell.store.api import WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import segment_list, snapshot
 from stepwell.store.log.format.segment_list import name_of
 from stepwell.store.log.inspect import check_directory, repair_directory
-from stepwell.store.log.recovery.check import FILE_GONE
+from stepwell.store.log.opening import open_directory
+from stepwell.store.log.recovery.check import FILE_CUT, FILE_GONE, OTHER_STORE
+from stepwell.store.log.state.segments import NEW_NAME
 from stepwell.store.log.store import LogStore
+from stepwell.store.log.writing.upkeep import Direct
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")
@@ -96,6 +101,52 @@ def test_check_finds_full_segments_that_were_harmed_since_the_snapshot(
         assert report.damage and not report.left and not damage_in(directory)
 
 
+def last_segment(directory: Path) -> Path:
+    return sorted(directory.glob("*.seg"))[-1]
+
+
+@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("snapshot_at", [None, 0])
+@pytest.mark.parametrize(
+    ("harm", "reason"), [(remove, FILE_GONE), (empty, FILE_CUT), (cut, FILE_CUT), (cut_at_a_batch, FILE_CUT)]
+)
+def test_check_finds_that_the_last_segment_was_removed_or_cut(
+    harm: Callable[[Path, Path], None], reason: str, snapshot_at: int | None, count: int, open_here: OpenLog, tmp_path: Path
+) -> None:
+    directory = killed(open_here, tmp_path, count=count, snapshot_at=snapshot_at)
+    last = last_segment(directory)
+    assert not damage_in(directory)
+    harm(last, last)
+    assert f"{last.name}: {reason}" in damage_in(directory)
+    assert main(["store", "check", str(directory)]) == 1
+    assert main(["store", "check", "--repair", str(directory)]) == 0
+    assert main(["store", "check", str(directory)]) == 0
+    store = open_here()
+    assert store.write_from(HERE, [offer(HERE, "after", SIZE)]) == [WriteOutcome.STORED]
+    store.audit()
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_check_finds_that_the_last_segment_is_of_another_store(count: int, open_here: OpenLog, tmp_path: Path) -> None:
+    directory = killed(open_here, tmp_path, count=count)
+    with closing(
+        open_directory(tmp_path / "other", clock=ManualClock(), budget_bytes=2**20, segment_bytes=2**16, direct=Direct.OFF)
+    ) as other:
+        other.write_from(HERE, [offer(HERE, "theirs", SIZE)])
+    shutil.copy(last_segment(tmp_path / "other"), last_segment(directory))
+    assert f"{last_segment(directory).name}: {OTHER_STORE}" in damage_in(directory)
+    report = repair_directory(directory, Disk(), lambda _: None)
+    assert report.damage and not report.left and not damage_in(directory)
+
+
+def test_a_file_that_a_crash_left_half_made_is_no_damage_and_makes_way(open_here: OpenLog, tmp_path: Path) -> None:
+    directory = killed(open_here, tmp_path)
+    (directory / NEW_NAME).write_bytes(b"half")
+    assert not damage_in(directory)
+    open_here()
+    assert not (directory / NEW_NAME).exists()
+
+
 def test_what_was_reclaimed_is_not_missed(open_here: OpenLog, tmp_path: Path) -> None:
     store = open_here()
     for at in range(200):
@@ -137,9 +188,10 @@ class NoList(Disk):
         return super().create(path)
 
 
-def test_without_room_for_the_list_values_are_stored_all_the_same(open_here: OpenLog, tmp_path: Path) -> None:
-    store = open_here()
-    store._state.disk = NoList()
+def test_without_room_for_the_list_values_are_stored_all_the_same(tmp_path: Path) -> None:
+    store = open_directory(
+        tmp_path / "store", clock=ManualClock(), budget_bytes=2**20, segment_bytes=2**16, direct=Direct.OFF, disk=NoList()
+    )
     for at in range(100):
         assert store.write_from(HERE, [offer(HERE, f"v{at}", SIZE)]) == [WriteOutcome.STORED]
     assert store.counters["sealed_failed"] > 0

@@ -89,7 +89,7 @@ def test_callers_that_wait_share_one_sync(open_with: Callable[[Direct], LogStore
         first = pool.submit(store.write_from, HERE, [offer(HERE, "first")])
         assert disk.syncing.wait(PATIENCE_S)
         others = [pool.submit(store.write_from, HERE, [offer(HERE, f"other {at}")]) for at in range(8)]
-        wait_until(lambda: len(store._group_commit._queue) == 8, "all others on their way")
+        wait_until(lambda: len(store._group_commit._queue) == 9, "all others wait behind the first")
         assert not first.done() and store.contains(HERE, [key("first")]) == [False], "nothing is there before it is safe"
         disk.go_on.set()
         assert all(future.result() == [WriteOutcome.STORED] for future in [first, *others])

@@ -193,7 +193,7 @@ def test_an_exception_comes_only_to_the_request_that_caused_it() -> None:
     threads += [Thread(target=submit, args=[request]) for request in (bad, good)]
     for thread in threads[1:]:
         thread.start()
-    wait_until(lambda: len(commits._queue) == 2, "both wait for the same turn")
+    wait_until(lambda: len(commits._queue) == 3, "both wait behind the first")
     go_on.set()
     for thread in threads:
         thread.join(PATIENCE_S)

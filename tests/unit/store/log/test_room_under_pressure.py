@@ -19,6 +19,7 @@ from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, Space, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.opening import open_directory
+from stepwell.store.log.state.segments import NEW_NAME
 from stepwell.store.log.store import LogStore
 from stepwell.store.log.writing import reclaim
 from stepwell.store.log.writing.relocate import Relocator
@@ -242,7 +243,7 @@ class Full(Disk):
         self.left = segments
 
     def create(self, path: Path) -> int:
-        if path.suffix == ".seg":
+        if path.name == NEW_NAME:
             if not self.left:
                 raise OSError(errno.ENOSPC, "the disk is full")
             self.left -= 1

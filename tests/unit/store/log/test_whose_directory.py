@@ -14,8 +14,9 @@ import pytest
 from log_fixtures import OpenLog
 
 from stepwell.base.errors import StoreError
+from stepwell.base.ids import Level
 from stepwell.base.meters import ManualClock
-from stepwell.store.api import WriteOutcome
+from stepwell.store.api import Read, WriteOutcome
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format import superblock
 from stepwell.store.log.inspect import owner
@@ -210,3 +211,34 @@ def test_a_store_opened_by_a_relative_path_outlives_a_change_of_the_working_dire
         for at in range(30):
             assert store.write_from(HERE, [offer(HERE, f"v{at}", 9000)]) == [WriteOutcome.STORED]
     assert (tmp_path / "store" / superblock.NAME).exists()
+
+
+# ---- a directory that is gone ---------------------------------------------------------------------
+
+VERBS: dict[str, Callable[[LogStore], object]] = {
+    "contains": lambda store: store.contains(HERE, [key("x")]),
+    "read": lambda store: store.read_into(HERE, [Read(key("x"), memoryview(bytearray(1000)))]),
+    "write": lambda store: store.write_from(HERE, [offer(HERE, "y")]),
+    "delete": lambda store: store.delete(HERE, [key("x")]),
+    "relevel": lambda store: store.relevel(HERE, [key("x")], Level.EXPENDABLE),
+    "clear": lambda store: store.clear(HERE.digest),
+    "size": lambda store: store.size(),
+    "largest spaces": lambda store: store.largest_spaces(1),
+    "snapshot": lambda store: store.snapshot(),
+    "stat": lambda store: store.stat(),
+    "repair": lambda store: store.repair(lambda _: None),
+    "close": lambda store: store.close(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_of_a_log_whose_directory_is_gone_answers_or_raises_a_store_error(verb: str, tmp_path: Path) -> None:
+    store = open_at(tmp_path / "store")
+    assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.STORED]
+    shutil.rmtree(tmp_path / "store")
+    if verb in ("write", "delete", "clear", "snapshot", "stat", "repair"):
+        with pytest.raises(StoreError, match=str(tmp_path / "store")):
+            VERBS[verb](store)
+    else:
+        VERBS[verb](store)
+    store.close()

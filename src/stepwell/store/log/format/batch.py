@@ -5,8 +5,8 @@
 
 A batch belongs to one space. Its header names the segment and the offset it was written for, so bytes of a segment's
 former life are never believed, and is covered by an XXH3-64 seeded with a secret of the store, so payloads cannot pass for
-headers. `seq` numbers batches upwards for ever; all batches up to `settled` were synced, or revoked, before this
-one was written: only later ones can be torn.
+headers. A number made of that secret tells headers of another store. `seq` numbers batches upwards for ever; all batches up to
+`settled` were synced, or revoked, before this one was written: only later ones can be torn.
 
     PUT      values                                         DELETE   keys whose values before `as_of` do not count
     CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
@@ -53,6 +53,7 @@ HOLDS_FROM_NOW = 0  # as_of of a tombstone that is new: becomes the number of it
 _FIXED = struct.Struct(f"<8sQHHIIIQQQQQ32s{MAX_TENANT_BYTES}s{MAX_LABEL_BYTES}s")
 _ENTRIES_AT = 320
 _CHECKED_FROM = 16  # magic and checksum are not part of what is checked
+_STORE_MARK_AT = 28
 ENTRY = np.dtype(
     [("key", "u1", 32), ("parent", "u1", 32), ("stamp", "u1", 64), ("offset", "<u8"), ("length", "<u8"), ("as_of", "<u8"),
      ("depth", "<u4"), ("flags", "<u4")]
@@ -137,11 +138,24 @@ def write_header(batch: Batch, into: memoryview, *, seed: int) -> None:
     assert len(into) == batch.header_bytes, f"{len(into)=} {batch.header_bytes=}"
     space = batch.space
     _FIXED.pack_into(
-        into, 0, MAGIC, 0, FORMAT_VERSION, batch.kind, len(batch.entries), batch.header_bytes, 0, batch.segment, batch.offset,
-        batch.total_bytes, batch.seq, batch.settled, space.digest, space.tenant.encode(), space.label.encode(),
+        into, 0, MAGIC, 0, FORMAT_VERSION, batch.kind, len(batch.entries), batch.header_bytes, _store_mark(seed), batch.segment,
+        batch.offset, batch.total_bytes, batch.seq, batch.settled, space.digest, space.tenant.encode(), space.label.encode(),
     )  # fmt: skip
     into[_ENTRIES_AT : inline_start(len(batch.entries))] = batch.entries.tobytes()
     struct.pack_into("<Q", into, len(MAGIC), xxhash.xxh3_64_intdigest(into[_CHECKED_FROM:], seed))
+
+
+def is_of_another_store(block: memoryview, *, seed: int) -> bool:
+    """Whether a block begins a header that another store wrote. Old headers do not say which store wrote them."""
+    if not claimed_header_bytes(block):
+        return False
+    mark = struct.unpack_from("<I", block, _STORE_MARK_AT)[0]
+    return mark not in (0, _store_mark(seed))
+
+
+def _store_mark(seed: int) -> int:
+    """A number that tells stores apart; never 0."""
+    return xxhash.xxh3_64_intdigest(b"stepwell store", seed) % (2**32 - 1) + 1
 
 
 def claimed_header_bytes(block: memoryview) -> int:

@@ -108,12 +108,14 @@ def read(disk: Disk, directory: Path, *, seed: int, segment_bytes: int) -> Segme
 def write(disk: Disk, directory: Path, listed: SegmentList, *, seed: int, room: int) -> None:
     """Returns when it is safe on disk, in a file of two slots with so much room each. Raises OSError."""
     assert listed.size_bytes <= room, f"{len(listed.segments)} segments in {room=} bytes"
-    path = directory / NAME
-    if disk.file_size(path) != 2 * room:
-        replace_file(disk, path, [memoryview(bytes(2 * room))])
+    path, content, offset = directory / NAME, encode(listed, seed=seed), listed.generation % 2 * room
+    if disk.file_size(path) != 2 * room:  # never a file that says nothing: a snapshot would be believed to be newer
+        whole = memoryview(bytearray(2 * room))
+        whole[offset : offset + len(content)] = content
+        return replace_file(disk, path, [whole])
     fd = disk.open(path)
     try:
-        disk.write(fd, [encode(listed, seed=seed)], listed.generation % 2 * room)
+        disk.write(fd, [content], offset)
         disk.sync(fd)
     finally:
         disk.close(fd)

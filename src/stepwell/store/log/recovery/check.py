@@ -19,7 +19,7 @@ from stepwell.store.api import Space
 from stepwell.store.keyed_seal import is_unkeyed, is_unproven, names, verify_with, verify_without_key
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.format import segment_list, snapshot
-from stepwell.store.log.format.batch import Batch
+from stepwell.store.log.format.batch import Batch, is_of_another_store
 from stepwell.store.log.format.scan import Gap, scan
 from stepwell.store.log.format.segment_list import name_of, path_of
 from stepwell.store.log.recovery.recover import Recovered
@@ -31,6 +31,8 @@ HEADER_DAMAGED = "the header that describes it is damaged"
 UNREADABLE = "the disk cannot read it"
 CUT_OFF = "the file ends before it does"
 FILE_GONE = "the file is gone, with all that was in it"
+FILE_CUT = "the file ends too soon: what was written behind its end since the last full segment is lost"
+OTHER_STORE = "the file was written by another store: what this one wrote there is lost"
 SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
 SEGMENT_LIST_BROKEN = "the list of segments cannot be used: what is missing may go unnoticed"
 _NO_SEGMENT = 0
@@ -94,7 +96,10 @@ def check(
             continue  # written over by the process that has the log open
         try:
             gaps, seen = _gaps(state, segment, fd)
-            found = [*map(_header_damage, gaps), *_values(state, segment, fd, gaps, on_progress, verify)]
+            found = [_place(gap.segment, gap.offset, gap.size, "no valid header") for gap in gaps]
+            found += _values(state, segment, fd, gaps, on_progress, verify)
+            if not segment.end and _is_of_another_store(state, fd):
+                found.append(_place(segment.id, 0, state.disk.size(fd), OTHER_STORE))
         finally:
             state.disk.close(fd)
         batches += seen
@@ -120,10 +125,14 @@ def lost_files(found: Recovered) -> list[Damage]:
         )
         if is_broken
     ]
-    gone = [
-        Damage(file=name_of(info.id), offset=0, size_bytes=info.end, reason=FILE_GONE, segment=info.id) for info in found.gone
-    ]
-    return [*broken, *gone]
+    gone = [_place(info.id, 0, info.end, FILE_GONE) for info in found.gone]
+    cut = [_place(gap.segment, gap.offset, gap.size, FILE_CUT) for gap in found.cut]
+    return [*broken, *gone, *cut]
+
+
+def _place(number: int, offset: int, size: int, reason: str) -> Damage:
+    """A part of a segment that is not as it was written."""
+    return Damage(file=name_of(number), offset=offset, size_bytes=size, reason=reason, segment=number)
 
 
 def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:
@@ -142,10 +151,9 @@ def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:
     return gaps, batches
 
 
-def _header_damage(gap: Gap) -> Damage:
-    return Damage(
-        file=name_of(gap.segment), offset=gap.offset, size_bytes=gap.size, reason="no valid header", segment=gap.segment
-    )
+def _is_of_another_store(state: LogState, fd: int) -> bool:
+    block = memoryview(bytearray(BLOCK_BYTES))
+    return is_of_another_store(block[: state.disk.read(fd, [block], 0)], seed=state.seed)
 
 
 def _values(

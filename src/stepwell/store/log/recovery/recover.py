@@ -48,6 +48,7 @@ class Recovered:
     last_number: int = 0  # the highest that any segment had, as far as anybody remembers
     segment_list: SegmentList | None = None  # the list of segments; None when there is none
     gone: list[SegmentInfo] = field(default_factory=list)  # segments that should be there
+    cut: list[Gap] = field(default_factory=list)  # the ends of segments whose files are too short, beyond what is known of them
     strays: list[str] = field(default_factory=list)  # files with numbers that no log reaches by itself
 
 
@@ -90,12 +91,16 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
     revoked = [*result.revoked, *(numbers for batch in batches for numbers in revoked_by(batch))]
     result.believed = result.settled
     by_number = {one.segment.id: one.segment for one in found}
+    sizes = {number: disk.file_size(path_of(directory, number)) for number in by_number}
     for one in found:
         _replay(disk, directory, result, one, revoked, by_number)
         result.segments.append(one.segment)
     for info in listed.segments if listed is not None else ():
         if (segment := by_number.get(info.id)) is not None:  # as far as it was written, whatever is left of that
             segment.end, segment.first_seq = max(segment.end, info.end), min(segment.first_seq, info.first_seq)
+    for number, size in sizes.items():
+        if size is not None and by_number[number].end <= size < block.segment_bytes:
+            result.cut.append(Gap(segment=number, offset=size, size=block.segment_bytes - size))
     return result
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from stepwell.store.log.state.index import Index
 from stepwell.store.log.state.log_state import LogState
 
@@ -44,21 +42,17 @@ class LogStat:
 
 def _count_spaces(index: Index) -> tuple[SpaceStat, ...]:
     """Every space that holds values, largest first."""
-    rows = index.columns.held()
-    owners = index.columns.space[rows]
-    values = np.bincount(owners, minlength=len(index.spaces)).tolist()
-    sizes = np.bincount(owners, weights=index.columns.length[rows], minlength=len(index.spaces)).astype(np.int64).tolist()
     stats = [
         SpaceStat(
             digest=space.digest,
             label=space.label,
             tenant=space.tenant,
-            values=values[number],
-            value_bytes=sizes[number],
+            values=len(index.rows_of(space.digest)),
+            value_bytes=index.value_bytes[number],
             disk_bytes=index.space_bytes[number],
         )
         for number, space in enumerate(index.spaces)
-        if space is not None and values[number]
+        if space is not None
     ]
     return tuple(sorted(stats, key=lambda stat: (-stat.disk_bytes, stat.digest)))
 
@@ -75,7 +69,7 @@ def stat_of(state: LogState) -> LogStat:
         max_segments=state.max_segments,
         values=index.num_values,
         value_bytes=sum(space.value_bytes for space in spaces),
-        disk_bytes=sum(index.space_bytes),
+        disk_bytes=index.total_bytes,
         marks=sum(segment.tombstones for segment in state.segments.table.values()),
         spaces=spaces,
         tenants=tuple(

@@ -1,18 +1,18 @@
 """Where every value is, its level and its last use: keys to rows, bytes per space, tenant and segment. No files, no locks.
 
 Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
-Values are evicted in the order (level, used, deepest first): children before parents, manifests before members. A level counts
-for all that a value stands on as well, which is worked out when something has to go (`writing/victim.py`).
+Values are evicted in the order (level, used, deepest first): children before parents, manifests before members. Which value
+stands on which, and the level that counts for it, is kept in `chains.py` once the log is open for writing (`keep_order`).
 
 A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So what a piece
 stands on is only noted down, and walked to its start once, latest first, when somebody wants to know (`settle_uses`).
 
-What is known of each value is a row of NumPy columns that grow; rows are reused. About 180 bytes per value, and as much again
-for the dictionaries.
+A row of columns takes about 180 bytes per value, the dictionaries as much again, and the chains about 50.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
@@ -26,69 +26,12 @@ from stepwell.base.ids import Level
 from stepwell.store.api import NO_PARENT, Space, SpaceSize
 from stepwell.store.log.format.batch import Batch, BatchKind, footprint, levels_of, split
 from stepwell.store.log.format.snapshot import SHAPES
+from stepwell.store.log.state.chains import DEPTH_BITS, Chains
+from stepwell.store.log.state.columns import NO_SEGMENT, Columns, Rows
 
-Rows = npt.NDArray[np.int64]
-Bytes2D = npt.NDArray[np.uint8]
-Ints = npt.NDArray[np.int64]
-
-NO_SEGMENT = 0  # of a row that holds no value: segments are numbered from 1
-DEPTH_BITS = 20  # deeper values count as equally deep
 _MAX_DEPTH = (1 << DEPTH_BITS) - 1
-_MOST_NOTES = 1 << 16  # walks put off
+_MOST_NOTES = 1 << 12  # walks put off: readers wait while they are made up for
 _SLICE = 1 << 15  # values forgotten at once
-
-
-class Columns:
-    """One row per value. Every column is as long as `capacity`; rows are handed out and taken back by number."""
-
-    def __init__(self) -> None:
-        self.capacity = 0
-        self._free: list[int] = []
-        for name, (kind, width) in SHAPES.items():
-            setattr(self, name, np.zeros((0, width) if width else 0, kind))
-
-    segment: Ints
-    offset: Ints
-    length: Ints
-    seq: Ints
-    used: Ints
-    depth: npt.NDArray[np.int32]
-    space: npt.NDArray[np.int32]
-    key: Bytes2D
-    parent: Bytes2D
-    stamp: Bytes2D
-    level: npt.NDArray[np.uint8]
-
-    def take(self, count: int) -> list[int]:
-        """Rows that hold nothing yet."""
-        while len(self._free) < count:
-            self._grow(max(1024, 2 * self.capacity))
-        taken = self._free[-count:] if count else []
-        del self._free[len(self._free) - count :]
-        return taken
-
-    def give(self, rows: Rows) -> None:
-        self.segment[rows] = NO_SEGMENT
-        self._free += rows.tolist()
-
-    def fill(self, columns: dict[str, npt.NDArray[Any]]) -> None:
-        """Takes over whole columns, all rows in use. Only for columns that hold nothing yet."""
-        assert not self.capacity, f"{self.capacity=} rows are there already"
-        for name, column in columns.items():
-            setattr(self, name, column)
-        self.capacity = len(self.segment)
-
-    def held(self) -> Rows:
-        """The rows that hold a value."""
-        return np.flatnonzero(self.segment)
-
-    def _grow(self, capacity: int) -> None:
-        for name, (kind, width) in SHAPES.items():
-            grown = np.zeros((capacity, width) if width else capacity, kind)
-            grown[: self.capacity] = getattr(self, name)
-            setattr(self, name, grown)
-        self._free += range(capacity - 1, self.capacity - 1, -1)
-        self.capacity = capacity
 
 
 class Index:
@@ -99,12 +42,17 @@ class Index:
         self.tick = 1
         self.spaces: list[Space | None] = []  # by number, None where it is free; the first of a digest names tenant and label
         self.num_values = 0
-        self.live_bytes: dict[int, int] = {}  # segment -> bytes on disk of values that count
-        self.space_bytes: list[int] = []  # the same, by space
+        self.total_bytes = 0  # on disk, of values that count
+        self.live_bytes: dict[int, int] = {}  # the same, by segment
+        self.lighter: set[int] = set()  # segments that lost values, for whoever orders segments
+        self.space_bytes: list[int] = []  # bytes on disk, by space
+        self.value_bytes: list[int] = []  # bytes as they were given, by space
         self._tenant_bytes: dict[str, int] = {}  # and by tenant, for those that have any
         self._numbers: dict[bytes, int] = {}
         self._free_numbers: list[int] = []
         self._rows: list[dict[bytes, int]] = []
+        self._in_segment: dict[int, array[int]] = {}  # rows that were put there; some may be elsewhere by now
+        self._chains: Chains | None = None  # while nothing is evicted
         self._notes: list[tuple[int, bytes, bytes]] = []  # tick, space and key of a use that was not walked yet; ticks go up
 
     # ---- questions --------------------------------------------------------------------------------
@@ -138,7 +86,15 @@ class Index:
         ]
 
     def rows_in(self, segment: int) -> Rows:
-        return np.flatnonzero(self.columns.segment == segment)
+        """The values of one segment. Looks at no others."""
+        rows = np.unique(np.array(self._in_segment.get(segment, ()), np.int64))
+        found: Rows = rows[self.columns.segment[rows] == segment]
+        return found
+
+    @property
+    def chains(self) -> Chains:
+        assert self._chains is not None, "no order is kept: this log is only looked at"
+        return self._chains
 
     def tenant_bytes(self, tenant: str) -> int:
         """What a tenant's values take up, in all its spaces. As quick with many spaces as with one: every write asks."""
@@ -154,9 +110,12 @@ class Index:
                 self._free_numbers.append(len(self.spaces))
                 self.spaces.append(None)
                 self.space_bytes.append(0)
+                self.value_bytes.append(0)
                 self._rows.append({})
             number = self._numbers[space.digest] = self._free_numbers.pop()
             self.spaces[number] = space
+            if self._chains is not None:
+                self._chains.name(number, space.tenant)
         return number
 
     def _forget_if_empty(self, number: int) -> None:
@@ -167,7 +126,24 @@ class Index:
             del self._numbers[space.digest]
             self.spaces[number] = None
             self._rows[number] = {}  # one that was large stays so
+            if self._chains is not None:
+                self._chains.forget_space(number)
             self._free_numbers.append(number)
+
+    def keep_order(self, tenants: Iterable[str]) -> None:
+        """From now on chains are kept, and the order of eviction of these tenants. Looks at all values, once."""
+        self.settle_uses()
+        self._chains = Chains(self.columns, tenants)
+        for number, space in enumerate(self.spaces):
+            if space is not None:
+                self._chains.name(number, space.tenant)
+        self._chains.build(dict(enumerate(self._rows)))
+
+    def forget_segment(self, segment: int) -> None:
+        """A segment is about to be written over: no value is in it any more."""
+        left = self.live_bytes.pop(segment, 0)
+        assert not left, f"segment {segment} still holds {left} bytes"
+        self._in_segment.pop(segment, None)
 
     def apply(self, batch: Batch) -> Iterator[None]:
         """Does what a batch says, in one step or, a clear, in many. The same when it is written and when it is read."""
@@ -197,6 +173,8 @@ class Index:
         self.next_tick()
         self.use(digest, there, rows)
         self.columns.level[rows] = level
+        if self._chains is not None:
+            self._chains.relevel(rows.tolist())
         return len(set(there))
 
     def note_use(self, digest: bytes, keys: Iterable[bytes]) -> None:
@@ -231,20 +209,27 @@ class Index:
         columns.length[rows] = entries["length"]
         columns.seq[rows] = batch.seq
         columns.depth[rows] = np.minimum(entries["depth"], _MAX_DEPTH)
-        columns.level[rows] = levels_of(entries)
+        if self._chains is None or len(fresh) == len(keys):  # a copied value keeps its level: it may have changed meanwhile
+            columns.level[rows] = levels_of(entries)
         for name in ("key", "parent", "stamp"):
             getattr(columns, name)[rows] = entries[name]
         known.update(zip(keys, rows.tolist(), strict=True))
+        self._in_segment.setdefault(batch.segment, array("q")).extend(rows.tolist())
         self.num_values += len(fresh)
         size = int(footprint(columns.length[rows]).sum())  # all in one segment and one space: no need to sort them apart
         self.live_bytes[batch.segment] = self.live_bytes.get(batch.segment, 0) + size
-        self._add_to_space(number, size)
+        self._add_to_space(number, size, int(columns.length[rows].sum()))
+        if self._chains is not None and len(fresh):
+            assert len(fresh) == len(keys), f"{len(fresh)} of {len(keys)} values of a batch are new"
+            self._chains.enter(number, rows.tolist(), split(entries["parent"]), keys, known)
 
     def remove(self, rows: Rows) -> None:
         """Forgets values."""
         if not len(rows):
             return
         self.settle_uses()  # while there is still a way from those that were used to what they stand on
+        if self._chains is not None:
+            self._chains.leave(rows.tolist())
         numbers = self.columns.space[rows]
         for key, number in zip(split(self.columns.key[rows]), numbers.tolist(), strict=True):
             del self._rows[number][key]
@@ -278,6 +263,9 @@ class Index:
         left = iter(known.values())
         while len(rows := np.fromiter(islice(left, _SLICE), np.int64)):
             later = self.columns.seq[rows] >= as_of
+            if self._chains is not None:
+                assert not later.any(), f"{np.count_nonzero(later)} values are younger than the clear that is written now"
+                self._chains.wipe(number, rows)
             if later.any():
                 self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
             self._let_go(rows[~later])
@@ -299,13 +287,19 @@ class Index:
             rows = order[cuts[number] : cuts[number + 1]]
             self._rows[number] = dict(zip(split(self.columns.key[rows]), rows.tolist(), strict=True))
         self._count(np.arange(self.num_values), +1)
+        order = np.argsort(self.columns.segment, kind="stable")
+        each, starts = np.unique(self.columns.segment[order], return_index=True)
+        for segment, start, end in zip(each.tolist(), starts.tolist(), [*starts[1:].tolist(), len(order)], strict=False):
+            self._in_segment[segment] = array("q", order[start:end].astype(np.int64).tobytes())
         for number in range(len(spaces)):
             self._forget_if_empty(number)
         return sum(map(len, self._rows)) == self.num_values
 
     def dump(self) -> tuple[list[Space], dict[str, npt.NDArray[Any]]]:
-        """The spaces that hold something and the rows of all values, as `load` takes them. Copies, so the index may change."""
-        self.settle_uses()
+        """The spaces that hold something and the rows of all values, as `load` takes them. Copies, so the index may change.
+
+        Only for the one writer, after `settle_uses`. Needs no lock: values may be used, and their levels changed, meanwhile.
+        """
         rows = self.columns.held()
         columns = {name: getattr(self.columns, name)[rows] for name in SHAPES}
         order = sorted(np.unique(columns["space"]).tolist(), key=lambda number: self.space(number).digest)
@@ -318,14 +312,18 @@ class Index:
         """Keeps the sums per segment, per space and per tenant."""
         if not len(rows):
             return
-        sizes = footprint(self.columns.length[rows])
-        for segment, total in _sums(self.columns.segment[rows], sizes):
+        lengths = self.columns.length[rows]
+        sizes = footprint(lengths)
+        for segment, total, _ in _sums(self.columns.segment[rows], sizes, lengths):
             self.live_bytes[segment] = self.live_bytes.get(segment, 0) + sign * total
-        for number, total in _sums(self.columns.space[rows], sizes):
-            self._add_to_space(number, sign * total)
+            self.lighter.add(segment)
+        for number, total, given in _sums(self.columns.space[rows], sizes, lengths):
+            self._add_to_space(number, sign * total, sign * given)
 
-    def _add_to_space(self, number: int, size: int) -> None:
+    def _add_to_space(self, number: int, size: int, given: int) -> None:
+        self.total_bytes += size
         self.space_bytes[number] += size
+        self.value_bytes[number] += given
         tenant = self.space(number).tenant
         self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
         if not self._tenant_bytes[tenant]:
@@ -342,12 +340,16 @@ class Index:
         for segment, size in self.live_bytes.items():
             held = int(sizes[columns.segment[rows] == segment].sum())
             assert held == size, f"segment {segment} holds {held} bytes, counted {size}"
+            assert self.rows_in(segment).tolist() == rows[columns.segment[rows] == segment].tolist(), f"rows of {segment=}"
+        assert self.total_bytes == sum(self.space_bytes) == sum(self.live_bytes.values()), f"{self.total_bytes=}"
         by_tenant: Counter[str] = Counter()
         for number, size in enumerate(self.space_bytes):
             if size:
                 by_tenant[self.space(number).tenant] += size
             held = int(sizes[columns.space[rows] == number].sum())
             assert held == size, f"space {number} holds {held} bytes, counted {size}"
+            given = int(columns.length[rows][columns.space[rows] == number].sum())
+            assert given == self.value_bytes[number], f"space {number} was given {given} bytes: {self.value_bytes[number]=}"
             assert (self.spaces[number] is None) == (not self._rows[number]), f"space {number}: {len(self._rows[number])} values"
             for key, row in self._rows[number].items():
                 assert columns.key[row].tobytes() == key and columns.space[row] == number, f"row {row} is another value's"
@@ -355,10 +357,12 @@ class Index:
                 if above is not None and columns.parent[row].tobytes() != NO_PARENT:
                     assert columns.used[above] >= columns.used[row], f"row {row} was used later than its parent {above}"
         assert by_tenant == self._tenant_bytes, f"tenants hold {by_tenant}, counted {self._tenant_bytes}"
+        if self._chains is not None:
+            self._chains.audit({number: known for number, known in enumerate(self._rows) if known})
 
 
-def _sums(owners: npt.NDArray[Any], sizes: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Each owner once, with the sum of its sizes."""
+def _sums(owners: npt.NDArray[Any], *sizes: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
+    """Each owner once, with the sums of its sizes."""
     each, inverse = np.unique(owners, return_inverse=True)
-    totals = np.bincount(inverse, weights=sizes).astype(np.int64)
-    return list(zip(each.tolist(), totals.tolist(), strict=True))
+    totals = [np.bincount(inverse, weights=one).astype(np.int64).tolist() for one in sizes]
+    return list(zip(each.tolist(), *totals, strict=True))

@@ -7,7 +7,8 @@ readers whose segments are pinned.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Condition
@@ -52,6 +53,7 @@ class LogState:
     io_mode: IoMode = field(default_factory=IoMode)
     counters: Counters = field(default_factory=Counters)
     directory_lock: DirectoryLock | None = None  # None: only looked at, or closed
+    torn: bool = False  # a change of the index was interrupted half-way
     closed: bool = False
     process: int = field(default_factory=os.getpid)  # the only one that may use it: a fork of it has the same descriptors
     lock: Condition = field(default_factory=Condition)  # notified when a pin is given back
@@ -65,6 +67,21 @@ class LogState:
             )
         if self.closed:
             raise StoreError(f"the log store in {self.directory} was closed")
+        if self.torn:
+            raise StoreError(
+                f"a change of the index of {self.directory} was interrupted half-way; close the store and open it again: "
+                "what was acknowledged is safe on disk"
+            )
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """The lock, around a change of values or segments. One that is interrupted leaves nothing in memory to rely on."""
+        with self.lock:
+            try:
+                yield
+            except BaseException:
+                self.torn = True
+                raise
 
     def must_be_ours(self) -> None:
         """Raises StoreError when the directory was removed or replaced: what is written to its files is lost with them."""

@@ -30,6 +30,7 @@ from stepwell.store.log.format.snapshot import ROW_BYTES
 MIN_SEGMENTS = 4  # one being written, one free to relocate into, and two to choose from
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 * 1024, 1 << 34
 DEFAULT_SEGMENT_BYTES = 256 << 20
+NEW_NAME = "segment.new"  # of a file that becomes a segment
 FIXED_BYTES = 64 * 1024  # lock, store.json, sealed, and the blocks a file system keeps for itself
 _USUAL_SUPERBLOCK_BYTES = 16 * 1024  # of store.json, counted there; one with many quotas is larger
 _LISTED_BYTES = 4 * 24  # of a segment in two slots of `sealed`, and in those of its successor
@@ -93,6 +94,13 @@ class Segments:
             self._disk.allocate(segment.fd, self._segment_bytes)
         return self._disk.file_size(path) == self._segment_bytes
 
+    def restore_length(self, segment: Segment) -> None:
+        """Gives a file that was cut off its full length, if the disk has space for that."""
+        with suppress(OSError):
+            self.open(segment)
+            self._disk.allocate(segment.fd, self._segment_bytes)
+            self._disk.sync(segment.fd)
+
     def others(self, segment: Segment) -> list[Segment]:
         """All that still have their bytes, free ones too."""
         return [other for other in self.table.values() if other is not segment]
@@ -102,19 +110,28 @@ class Segments:
         return min((other.first_seq for other in self.others(segment)), default=NOTHING_YET)
 
     def create(self, first_seq: int) -> Segment:
-        """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free."""
+        """A new file, all of its bytes set aside. Raises OSError, and leaves nothing; what cannot be removed is free, or
+        makes way for the next.
+        """
         segment = Segment(id=self._take_number(), first_seq=first_seq, end=0, state=State.ACTIVE)
         path = path_of(self._directory, segment.id)
-        fd = self._disk.create(path)
+        fresh = path.with_name(NEW_NAME)  # until it has its full length: a segment that is shorter was cut off
+        if self._disk.file_size(fresh) is not None:
+            self._disk.unlink(fresh)
+        fd = self._disk.create(fresh)
         try:
             self._disk.allocate(fd, self._segment_bytes)
+            self._disk.sync(fd)
+            self._disk.rename(fresh, path)
+            fresh = path
             self._disk.sync_directory(self._directory)
         except OSError:
             self._disk.close(fd)
             try:
-                self._disk.unlink(path)
+                self._disk.unlink(fresh)
             except OSError:
-                self.table[segment.id] = Segment(id=segment.id, first_seq=NOTHING_YET, end=0, state=State.FREE)
+                if fresh == path:
+                    self.table[segment.id] = Segment(id=segment.id, first_seq=NOTHING_YET, end=0, state=State.FREE)
             raise
         segment.fd = fd
         self._open[segment.id] = self.table[segment.id] = segment

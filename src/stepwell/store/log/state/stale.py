@@ -13,7 +13,8 @@ import numpy as np
 
 from stepwell.store.api import KEY_BYTES
 from stepwell.store.log.format.batch import SEQ_END
-from stepwell.store.log.state.index import Index, Rows
+from stepwell.store.log.state.columns import Rows
+from stepwell.store.log.state.index import Index
 from stepwell.store.log.state.segments import Segment
 
 

@@ -72,7 +72,7 @@ class Appender:
         finally:
             self._scratch.give_back()
         self._moved_on = False
-        with state.lock:
+        with state.changing():
             state.settled = batches[-1].seq
             for batch in batches:
                 active.note(batch)

@@ -13,25 +13,25 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import time
 
 import numpy as np
 
 from stepwell.base.units import format_bytes
 from stepwell.store.log.disk.files import BLOCK_BYTES
 from stepwell.store.log.format.batch import ENTRY_BYTES, Batch, TombstoneGroup
-from stepwell.store.log.state.index import Rows
+from stepwell.store.log.state.columns import Rows
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import MIN_SEGMENTS, Segment, State
 from stepwell.store.log.writing.appender import Appender
 from stepwell.store.log.writing.relocate import Relocation, Relocator, needed
 from stepwell.store.log.writing.upkeep import save_segment_list, tidy_segment_list
-from stepwell.store.log.writing.victim import NO_ROWS, Victim, choose_victim
+from stepwell.store.log.writing.victim import NO_ROWS, Victim, VictimOrder, evict_first
 
 log = logging.getLogger(__name__)
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _TRY_AGAIN_AFTER = 16  # segments, once the disk had no room for a new file
+_SLICE = 1024  # values evicted at once: readers may come in between
 _READERS_WAIT_S = 1.0  # how long a writer waits for readers that keep it from every segment
 
 
@@ -41,6 +41,7 @@ class Reclaim:
     def __init__(self, state: LogState, appender: Appender) -> None:
         self._state = state
         self._relocator = Relocator(state, appender)
+        self._order = VictimOrder(state.index, state.segments, state.budget.relocate_bytes)
         self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
         self._patience = 0
         self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its tombstones: plans ask again and again
@@ -50,7 +51,11 @@ class Reclaim:
     def next_segment(self) -> None:
         """Makes a segment with room for any value the active one. Raises OSError (ENOSPC when there is none to be had)."""
         state = self._state
-        if not self._activate():  # after a crash in the middle of reclaiming one, or the disk had no room for a new file
+        ready = self._activate()
+        if not ready and len(state.segments.table) == 1:  # all would be lost with it: the disk is asked once more
+            self._patience = 0
+            ready = self._activate()
+        if not ready:  # after a crash in the middle of reclaiming one, or the disk had no space for a new file
             self._reclaim_one()
             if not self._activate():
                 raise _no_room("every segment is being read")
@@ -62,11 +67,8 @@ class Reclaim:
 
     def keep_spare(self) -> None:
         """Reclaims segments until there is a spare, if that takes no waiting and there is room to copy to. Raises OSError."""
-        state = self._state
         while self._relocator.room and not self._has_spare():
-            with state.lock:
-                candidates = [segment for segment in state.segments.sealed() if not segment.pins]
-            plan = self._plan(candidates)
+            plan = self._plan()
             if plan is None:
                 return
             self._reclaim(*plan)
@@ -103,14 +105,28 @@ class Reclaim:
         return True
 
     def evict(self, rows: Rows) -> None:
-        """Forgets values, without a trace on disk: they may come back if their segment is read anew."""
+        """Evicts values, none before those that stand on it, without a trace on disk: they may come back if their segment is read
+        anew. Gives the lock back now and then."""
+        for start in range(0, len(rows), _SLICE):
+            with self._state.changing():
+                self._evict_some(rows[start : start + _SLICE])
+
+    def keep_quota(self, tenant: str, quota_bytes: int) -> None:
+        """Evicts the first values of a tenant, in the order of eviction, until it has no more than this. Gives the lock back now
+        and then."""
+        state = self._state
+        while state.index.tenant_bytes(tenant) > quota_bytes:
+            with state.changing():
+                rows = evict_first(state.index, tenant, state.index.tenant_bytes(tenant) - quota_bytes, most=_SLICE)
+                self._evict_some(rows)
+
+    def _evict_some(self, rows: Rows) -> None:
         state, columns = self._state, self._state.index.columns
-        with state.lock:
-            for number in np.unique(columns.segment[rows]).tolist():
-                state.stale.add(state.segments.table[number], state.index, rows[columns.segment[rows] == number])
-            state.counters.add("dropped_values", len(rows))
-            state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
-            state.index.remove(rows)
+        for number in np.unique(columns.segment[rows]).tolist():
+            state.stale.add(state.segments.table[number], state.index, rows[columns.segment[rows] == number])
+        state.counters.add("dropped_values", len(rows))
+        state.counters.add("dropped_bytes", int(columns.length[rows].sum()))
+        state.index.remove(rows)
 
     # ---- the segment to write to ------------------------------------------------------------------
 
@@ -149,6 +165,7 @@ class Reclaim:
             if before is not None:
                 before.state = State.SEALED
             state.active = fresh
+        save_segment_list(state)  # from now on it is missed when it is gone
         return True
 
     def _create(self) -> Segment | None:
@@ -206,7 +223,8 @@ class Reclaim:
         state = self._state
         if not state.segments.sealed() and state.active is not None:  # the only one there is
             state.active.state, state.active = State.SEALED, None
-        plan = self._plan(self._unread())
+        self._wait_for_readers()
+        plan = self._plan()
         if plan is None:
             raise _no_room("every segment that could be reclaimed is being read")
         self._reclaim(*plan)
@@ -222,40 +240,54 @@ class Reclaim:
         with state.lock:  # those who found something in it before; nobody new will
             state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
 
-    def _plan(self, candidates: list[Segment]) -> tuple[Victim, Relocation] | None:
-        """What to reclaim, and what to relocate for that; None when no segment's tombstones would fit."""
+    def _plan(self) -> tuple[Victim, Relocation] | None:
+        """What to reclaim, and what to relocate for that; None when every segment is read, or has too many tombstones."""
         state, room = self._state, min(self._state.budget.relocate_bytes, self._relocator.room)
-        oldest = min((segment.first_seq for segment in candidates), default=0)
-        sizes = {segment.id: self._tombstone_bytes(segment, exactly=segment.first_seq == oldest) for segment in candidates}
-        sizes = {number: size for number, size in sizes.items() if size <= room}
-        for_values = room
-        while sizes:
-            with state.lock:
-                victim = choose_victim(state.index, sizes, room=for_values, cold_bytes=state.budget.segment_bytes)
-            plan = self._relocator.plan(victim.keep, self._needed(state.segments.table[victim.segment]))
-            if plan.size_bytes <= room:
-                return self._without_loss(candidates) or (victim, plan) if len(victim.drop) else (victim, plan)
-            for_values -= max(plan.size_bytes - room, BLOCK_BYTES)  # headers take up room too
-            if not len(victim.keep):
-                del sizes[victim.segment]
-        return None
+        barred = set[int]()
+        with state.lock:
+            self._order.take_notice()
+        while True:
+            number = self._order.choose(lambda each: None if each.id in barred else self._needs(each, room), room)
+            if number is None:
+                return None
+            segment = state.segments.table[number]
+            tombstones, for_values = self._needed(segment), room - self._tombstone_bytes(segment)
+            while True:
+                victim = self._order.victim(number, for_values, state.budget.segment_bytes)
+                plan = self._relocator.plan(victim.keep, tombstones)
+                if plan.size_bytes <= room:
+                    return (self._without_loss() if len(victim.drop) else None) or (victim, plan)
+                if not len(victim.keep):
+                    break
+                for_values -= max(plan.size_bytes - room, BLOCK_BYTES)  # headers take up space, too
+            barred.add(number)
 
-    def _without_loss(self, candidates: list[Segment]) -> tuple[Victim, Relocation] | None:
-        """While values fill less than half of the segments, they must not make room for tombstones: the oldest, with all in it.
+    def _without_loss(self) -> tuple[Victim, Relocation] | None:
+        """While values fill less than half of the segments, none is evicted for tombstones: the oldest segment, with all in it.
 
         That frees little or nothing by itself, but tombstones in other segments come closer to being the oldest.
         """
-        state, oldest = self._state, min(candidates, key=lambda segment: segment.first_seq)
-        half_full = 2 * sum(state.index.live_bytes.values()) > len(state.segments.table) * state.budget.segment_bytes
+        state = self._state
+        half_full = 2 * state.index.total_bytes > len(state.segments.table) * state.budget.segment_bytes
         if half_full or self._credit <= 0:
             return None
+        with state.lock:
+            unread = [segment for segment in state.segments.sealed() if not segment.pins]
+        if not unread:
+            return None
+        oldest = min(unread, key=lambda segment: segment.first_seq)
         victim = Victim(segment=oldest.id, keep=state.index.rows_in(oldest.id), drop=NO_ROWS)
         plan = self._relocator.plan(victim.keep, self._needed(oldest))
         return (victim, plan) if plan.size_bytes <= self._relocator.room else None
 
-    def _tombstone_bytes(self, segment: Segment, *, exactly: bool) -> int:
-        """What the tombstones take up that must be relocated out of a segment; when not exactly, it may be less."""
-        count = 0 if exactly and not self._has_needed(segment) else segment.tombstones
+    def _needs(self, segment: Segment, room: int) -> int | None:
+        """Bytes of the tombstones that must outlive a segment; None when those do not fit, or it is being read."""
+        size = self._tombstone_bytes(segment)
+        return size if not segment.pins and size <= room else None
+
+    def _tombstone_bytes(self, segment: Segment) -> int:
+        """What the tombstones take up that must be relocated out of a segment; it may be less."""
+        count = segment.tombstones if self._has_needed(segment) else 0
         return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
 
     def _has_needed(self, segment: Segment) -> bool:
@@ -271,22 +303,19 @@ class Reclaim:
             self._read_last = (segment, self._relocator.tombstones_in(segment))
         return needed(self._read_last[1], state.segments.others(segment))
 
-    def _unread(self) -> list[Segment]:
-        """The full segments that nobody reads, waited for if there are none."""
-        state, deadline = self._state, time.monotonic() + _READERS_WAIT_S
+    def _wait_for_readers(self) -> None:
+        """Until one of the full segments is not read, or for as long as a writer waits."""
+        state = self._state
         with state.lock:
-            while True:
-                unread = [segment for segment in state.segments.sealed() if not segment.pins]
-                left = deadline - time.monotonic()
-                if unread or left <= 0 or not state.segments.sealed():
-                    return unread
-                state.lock.wait(left)
+            state.lock.wait_for(
+                lambda: not state.segments.sealed() or any(not each.pins for each in state.segments.sealed()), _READERS_WAIT_S
+            )
 
     def _free(self, segment: Segment) -> None:
-        with self._state.lock:
-            left = self._state.index.live_bytes.pop(segment.id, 0)
-            assert not left, f"segment {segment.id} still holds {left} bytes"
+        with self._state.changing():
+            self._state.index.forget_segment(segment.id)
             segment.state = State.FREE
+        self._order.forget(segment.id)
 
 
 def _no_room(why: str) -> OSError:

@@ -29,7 +29,7 @@ from stepwell.store.log.format.batch import (
 )
 from stepwell.store.log.format.scan import scan
 from stepwell.store.log.format.segment_list import path_of
-from stepwell.store.log.state.index import Rows
+from stepwell.store.log.state.columns import Rows
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import Segment
 from stepwell.store.log.writing.appender import Appender
@@ -112,7 +112,7 @@ class Relocator:
         if packed is not None:
             assert len(packed.entries) == len(writes), f"{len(writes) - len(packed.entries)} values were not relocated"
             (batch,) = self._appender.append([packed])
-            with state.lock:
+            with state.changing():
                 known = state.index.rows_of(batch.space.digest)
                 state.stale.add(segment, state.index, np.array(list(map(known.__getitem__, batch.keys())), np.int64))
                 state.index.put(batch, used=0)  # they are known, and keep their last use
@@ -144,7 +144,7 @@ class Relocator:
 
     def _forget(self, segment: Segment, lost: Rows) -> None:
         state = self._state
-        with state.lock:
+        with state.changing():
             state.counters.add("lost_values", len(lost))
             state.stale.add(segment, state.index, lost)  # their headers may still tell of them
             state.index.remove(lost)

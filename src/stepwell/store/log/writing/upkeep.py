@@ -56,12 +56,13 @@ def save_snapshot(state: LogState) -> bool:
         oldest = min((segment.first_seq for segment in table.values()), default=0)
         if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else nobody knows how old what is there is
             state.revoked = [numbers for numbers in state.revoked if numbers.stop > oldest]
-        spaces, columns = state.index.dump()
-        fresh = Snapshot(
-            segment=last, offset=table[last].end if last in table else 0, next_seq=state.next_seq, settled=state.settled,
-            tick=state.index.tick, spaces=spaces, segments=[_info(segment) for segment in table.values()],
-            revoked=state.revoked, columns=columns,
-        )  # fmt: skip
+        segments = [_info(segment) for segment in table.values()]
+        state.index.settle_uses()
+    spaces, columns = state.index.dump()
+    fresh = Snapshot(
+        segment=last, offset=table[last].end if last in table else 0, next_seq=state.next_seq, settled=state.settled,
+        tick=state.index.tick, spaces=spaces, segments=segments, revoked=state.revoked, columns=columns,
+    )  # fmt: skip  # the tick comes after the columns: nothing was used later than that
     pieces = snapshot.encode(fresh)
     snapshot.sign(pieces, seed=state.seed)
     size = sum(map(len, pieces))

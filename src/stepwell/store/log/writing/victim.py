@@ -1,157 +1,201 @@
-"""Which segment to reclaim, and which of its values to evict for that. Reads the index; changes nothing.
+"""Which segment to reclaim, and which of its values to evict for that. Changes no value.
 
-    a segment, by warmth    | cold ........ | ........ hot | tombstones |
-                            |-- evicted ----|--- must fit the room -----|
+    a segment, by rank      | cold ........ | ........ hot | tombstones |
+                            |-- evicted ----|--- must fit the space ----|
                                             T  the warmest value that has to go
 
-The order is (level, last use, deepest first). What a value stands on is worth no less than the value, so chains stay whole: the
-levels that count are worked out over all values, in as many steps as the longest chain has doublings.
+Without a loss, if some segment fits as it is: the one with least in it. Otherwise the one whose T is coldest, in the order of
+eviction (`chains.py`). Only its own values go, and what stands on them, wherever that lies.
 
-Without a loss, if some segment fits as it is: the one with least in it. Otherwise the one whose T is coldest. Only its
-own values go, and what stands on them, wherever that lies: children before parents, and nobody else.
+Segments are kept in a heap by T as it was when they were looked at last. Uses only make a T warmer, so the front of the heap is
+looked at again before it is chosen; a segment where levels fell is looked at again like a new one. A choice looks at a
+few segments, however many there are: where more have changed, an earlier T counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from stepwell.store.log.format.batch import footprint
-from stepwell.store.log.state.index import DEPTH_BITS, Columns, Index, Rows
+from stepwell.store.log.state.chains import LEVEL_SHIFT
+from stepwell.store.log.state.columns import Rows
+from stepwell.store.log.state.index import Index
+from stepwell.store.log.state.segments import Segment, Segments, State
 
+Needs = Callable[
+    [Segment], int | None
+]  # bytes of tombstones that must be relocated out of a segment; None: it cannot be reclaimed
 NO_ROWS: Rows = np.zeros(0, np.int64)
 _COLD_PART = 4  # of all values at most are not worth copying
-_LEVEL_SHIFT = 61  # the two bits below the sign
-_MOST_USED = (1 << (_LEVEL_SHIFT - DEPTH_BITS)) - 1  # what is left for the last use: no log gets there
-_SPACE_MIX = np.uint64(0x9E3779B97F4A7C15)
+_NO_LOSS = -1  # the T of a segment that fits as it is
+_MOST_NEW, _MOST_AGAIN = 4, 8  # segments looked at for one choice: for the first time, and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Victim:
     segment: int
     keep: Rows  # of that segment, to be relocated
-    drop: Rows  # of any segment, to be evicted
+    drop: Rows  # of any segment, to be evicted, the first in the order of eviction first
 
 
-def choose_victim(index: Index, tombstone_bytes: Mapping[int, int], *, room: int, cold_bytes: int) -> Victim:
-    """The segment to reclaim, out of those given with the bytes of tombstones that must be relocated out of each.
+class VictimOrder:
+    """The full segments, by what would be lost with each. For the one writer; others may use values meanwhile."""
 
-    What is among the coldest `cold_bytes` of all values is not worth copying once anything has to go.
-    """
-    sizes = {segment: index.live_bytes.get(segment, 0) + tombstones for segment, tombstones in tombstone_bytes.items()}
-    fitting = [segment for segment in sizes if sizes[segment] <= room]
-    if fitting:
-        least = min(fitting, key=lambda segment: (sizes[segment] + tombstone_bytes[segment], segment))  # tombstones only live on
-        return Victim(segment=least, keep=index.rows_in(least), drop=NO_ROWS)
-    order = _Order(index)
-    within = order.rows[np.isin(index.columns.segment[order.rows], np.array(list(sizes), np.int64))]
-    if not len(within):
-        return Victim(segment=min(sizes), keep=NO_ROWS, drop=NO_ROWS)
-    segment, keep, drop = _coldest_cut(order, within, tombstone_bytes, room)
-    worthless = order.threshold(min(cold_bytes, sum(index.live_bytes.values()) // _COLD_PART))
-    cold = order.of(keep) <= worthless
-    keep, drop = keep[~cold], np.concatenate((drop, keep[cold]))
-    drop = order.with_descendants(drop)
-    return Victim(segment=segment, keep=keep[~np.isin(keep, drop)], drop=drop)
+    def __init__(self, index: Index, segments: Segments, room: int) -> None:
+        """`room` is what may be copied out of one segment at most."""
+        self._index, self._segments, self._room = index, segments, room
+        self._light: list[tuple[int, int]] = []  # bytes, segment: those that fit as they are; some of it is out of date
+        self._heap: list[tuple[int, int]] = []  # T when looked at last, segment; some of it is out of date
+        self._coldest: dict[int, int] = {}  # segment -> its T in the heap
+        self._new: dict[int, None] = {}  # not looked at yet, or not since levels fell there
+        self._seen = 0  # the number of the last segment that was ever taken in
+        for number, segment in segments.table.items():
+            if segment.state is State.SEALED:
+                self._take_in(number)
+            if segment.state is not State.ACTIVE:
+                self._seen = number
 
+    def take_notice(self) -> None:
+        """Settles what changed since the last choice: new segments, lost values, lower levels. The caller has the lock."""
+        self._index.settle_uses()
+        for number in range(self._seen + 1, self._segments.last_number + 1):
+            segment = self._segments.table.get(number)
+            if segment is not None and segment.state is State.ACTIVE:
+                break
+            self._seen = number
+            if segment is not None and segment.state is State.SEALED:
+                self._take_in(number)
+        lighter, self._index.lighter = self._index.lighter, set()
+        for number in lighter:
+            self._note_light(number)
+        lowered = self._index.chains.lowered
+        while lowered:
+            if (number := lowered.pop()) in self._coldest:
+                self._new[number] = None
 
-def coldest(index: Index, wanted_bytes: int, tenant: str) -> Rows:
-    """Values of a tenant that free at least so many bytes, in the order of eviction; all there are when that is less."""
-    order, columns = _Order(index), index.columns
-    theirs = np.array([space is not None and space.tenant == tenant for space in index.spaces], dtype=bool)
-    rows = order.rows[theirs[columns.space[order.rows]]]
-    ranks = order.of(rows)
-    count = min(len(rows), 256)
-    while True:
-        chosen = np.argpartition(ranks, count - 1)[:count] if count < len(rows) else np.arange(len(rows))
-        chosen = chosen[np.argsort(ranks[chosen], kind="stable")]
-        freed = np.cumsum(footprint(columns.length[rows[chosen]]))
-        enough = int(np.searchsorted(freed, wanted_bytes)) + 1
-        if enough <= count or count == len(rows):
-            found: Rows = rows[chosen[:enough]]
-            return found
-        count = min(len(rows), count * 4)
+    def choose(self, needs: Needs, room: int) -> int | None:
+        """The segment to reclaim next, when `room` of it may stay; None when no segment can be.
 
+        After `take_notice`, without the lock.
+        """
+        while True:
+            for number in list(islice(self._new, _MOST_NEW)):
+                del self._new[number]
+                if self._is_full(number):
+                    heappush(self._heap, (self._look(number, room)[0], number))
+            found = self._lightest(needs, room)
+            if found is None:
+                found = self._front(needs, room)
+            if found is not None or not self._new:
+                return found
 
-class _Order:
-    """The order of eviction of all values, as it is now: the lowest rank goes first, and nothing before what stands on it."""
+    def forget(self, number: int) -> None:
+        """A segment is free."""
+        self._coldest.pop(number, None)
+        self._new.pop(number, None)
 
-    def __init__(self, index: Index) -> None:
-        index.settle_uses()
-        self.columns, self.rows = index.columns, index.columns.held()
-        columns, rows = self.columns, self.rows
-        used = np.minimum(columns.used[rows], _MOST_USED)
-        depth = columns.depth[rows].astype(np.int64)
-        self._ranks: npt.NDArray[np.int64] = (self._levels() << _LEVEL_SHIFT) + (used << DEPTH_BITS) - depth
+    def victim(self, number: int, room: int, cold_bytes: int) -> Victim:
+        """What to keep of a segment that it fits `room`, and what to evict.
 
-    def of(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """The ranks of some values."""
-        ranks: npt.NDArray[np.int64] = self._ranks[np.searchsorted(self.rows, rows)]
-        return ranks
+        What is colder than the loss that comes next is not worth copying, up to `cold_bytes`, once anything has to go.
+        """
+        index = self._index
+        keep, drop = _cut(index, index.rows_in(number), room)
+        if not len(drop):
+            return Victim(segment=number, keep=keep, drop=drop)
+        warmest = int(index.chains.ranks(drop[:1])[0])
+        others = [
+            rank for rank, other in self._heap[:3] if other != number and self._coldest.get(other) == rank
+        ]  # the next is there
+        of_level = ((warmest >> LEVEL_SHIFT) + 1 << LEVEL_SHIFT) - 1
+        colder = keep[::-1][index.chains.ranks(keep[::-1]) <= min(min(others, default=warmest), of_level)]
+        freed = footprint(index.columns.length[colder]).cumsum() + int(footprint(index.columns.length[drop]).sum())
+        worthless = colder[freed <= min(cold_bytes, index.total_bytes // _COLD_PART)]
+        drop = index.chains.with_descendants(np.concatenate((drop, worthless)))
+        return Victim(segment=number, keep=keep[~np.isin(keep, drop)], drop=drop)
 
-    def threshold(self, size_bytes: int) -> int:
-        """The rank up to which the coldest values make up so many bytes."""
-        order = np.argsort(self._ranks, kind="stable")
-        enough = int(np.searchsorted(np.cumsum(footprint(self.columns.length[self.rows[order]])), size_bytes))
-        return int(self._ranks[order[enough]]) - 1 if enough < len(self.rows) else int(self._ranks[order[-1]])
+    # ---- inside -----------------------------------------------------------------------------------
 
-    def with_descendants(self, chosen: Rows) -> Rows:
-        """The chosen values, and all that stand on them. None of those ranks higher, so only the lower ones are looked at."""
-        if not len(chosen):
-            return chosen
-        rows = self.rows[self._ranks <= self.of(chosen).max()]
-        lost = np.isin(rows, chosen)
-        for above in _steps_up(self.columns, rows):
-            lost |= lost[above]
-        found: Rows = rows[lost]
+    def _take_in(self, number: int) -> None:
+        self._new[number] = None
+        self._note_light(number)
+
+    def _note_light(self, number: int) -> None:
+        segment, size = self._segments.table.get(number), self._index.live_bytes.get(number, 0)
+        if size <= self._room and segment is not None and segment.state is State.SEALED:
+            heappush(self._light, (size, number))
+
+    def _lightest(self, needs: Needs, room: int) -> int | None:
+        """A segment that fits as it is: the one with least in it. Tombstones count twice: they only live on."""
+        aside, found, least = list[tuple[int, int]](), None, 2 * room + 1
+        while self._light and self._light[0][0] < least:
+            size, number = heappop(self._light)
+            if not self._is_full(number) or self._index.live_bytes.get(number, 0) != size:
+                continue
+            aside.append((size, number))
+            tombstones = needs(self._segments.table[number])
+            if tombstones is not None and size + tombstones <= room and size + 2 * tombstones < least:
+                found, least = number, size + 2 * tombstones
+        for entry in aside:
+            heappush(self._light, entry)
         return found
 
-    def _levels(self) -> npt.NDArray[np.int64]:
-        """The highest level of each value and all that stand on it."""
-        levels = self.columns.level[self.rows].astype(np.int64)
-        if len(levels) and levels.min() < levels.max():
-            for above in _steps_up(self.columns, self.rows):
-                np.maximum.at(levels, above, levels)
-        return levels
+    def _front(self, needs: Needs, room: int) -> int | None:
+        """The segment with the coldest T when so much of it may stay, out of those that seem coldest."""
+        aside, looked = list[tuple[int, int]](), list[tuple[int, int]]()
+        while self._heap and len(looked) < _MOST_AGAIN:
+            rank, number = heappop(self._heap)
+            if self._coldest.get(number) != rank or not self._is_full(number):
+                continue
+            tombstones = needs(self._segments.table[number])
+            if tombstones is not None:
+                rank, now = self._look(number, room - tombstones)
+                looked.append((now, number))
+            aside.append((rank, number))
+            if looked and self._heap and looked[-1][0] <= self._heap[0][0]:
+                break
+        for entry in aside:
+            heappush(self._heap, entry)
+        return min(looked)[1] if looked else None
+
+    def _look(self, number: int, room: int) -> tuple[int, int]:
+        """The T of a segment, which is remembered, and what it is when only `room` may be copied."""
+        index, rows = self._index, self._index.rows_in(number)
+        ranks = index.chains.ranks(rows)
+        order = np.argsort(-ranks)
+        held = footprint(index.columns.length[rows[order]]).cumsum()
+        first, now = (
+            int(ranks[order[fits]]) if (fits := int(np.searchsorted(held, most, side="right"))) < len(rows) else _NO_LOSS
+            for most in (self._room, min(room, self._room))
+        )
+        self._coldest[number] = first
+        return first, now
+
+    def _is_full(self, number: int) -> bool:
+        segment = self._segments.table.get(number)
+        if segment is None or segment.state is not State.SEALED:
+            self.forget(number)
+            return False
+        return True
 
 
-def _coldest_cut(order: _Order, rows: Rows, tombstone_bytes: Mapping[int, int], room: int) -> tuple[int, Rows, Rows]:
-    """The segment whose warmest loss is coldest, with what of it may stay and what has to go."""
-    columns, ranks = order.columns, order.of(rows)
-    by_segment = np.lexsort((-ranks, columns.segment[rows]))  # the warmest first
-    rows, ranks = rows[by_segment], ranks[by_segment]
-    segments, starts = np.unique(columns.segment[rows], return_index=True)
-    ends = np.append(starts[1:], len(rows))
-    sizes = footprint(columns.length[rows])
-    held = np.cumsum(sizes)
-    before = held[starts] - sizes[starts] - np.array([tombstone_bytes[segment] for segment in segments.tolist()], np.int64)
-    fits = held - np.repeat(before, ends - starts) <= room
-    cuts = np.minimum(starts + np.add.reduceat(fits, starts, dtype=np.int64), ends - 1)
-    best = int(np.argmin(ranks[cuts]))
-    return int(segments[best]), rows[starts[best] : cuts[best]], rows[cuts[best] : ends[best]]
+def evict_first(index: Index, tenant: str, wanted_bytes: int, *, most: int) -> Rows:
+    """The first values of a tenant that free so many bytes, at most `most`, out of their chains. The caller removes them."""
+    index.settle_uses()
+    rows, freed = list[int](), 0
+    while freed < wanted_bytes and len(rows) < most and (row := index.chains.take_first(tenant)) is not None:
+        rows.append(row)
+        freed += int(footprint(index.columns.length[row : row + 1])[0])
+    return np.array(rows, np.int64)
 
 
-def _steps_up(columns: Columns, rows: Rows) -> Iterator[npt.NDArray[np.int64]]:
-    """For each of these values the place of what it stands on among them: one step towards the root, then two, four, ...
-
-    Who stands on nothing here stands on itself. Keys are told apart by eight of their bytes: two that share them cost a value
-    that could have stayed, or one that stays longer.
-    """
-    space = columns.space[rows].astype(np.uint64) * _SPACE_MIX
-    names, parents = _prints(columns.key[rows]) ^ space, _prints(columns.parent[rows])
-    order = np.argsort(names, kind="stable")
-    at = np.searchsorted(names[order], parents ^ space)
-    above = order[np.minimum(at, len(rows) - 1)]
-    none = (names[above] != parents ^ space) | (parents == 0)
-    above[none] = np.flatnonzero(none)
-    for _ in range(int(columns.depth[rows].max()).bit_length() + 1):
-        yield above
-        above = above[above]
-
-
-def _prints(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    prints: npt.NDArray[np.uint64] = np.ascontiguousarray(keys[:, :8]).view(np.uint64).reshape(-1)
-    return prints
+def _cut(index: Index, rows: Rows, room: int) -> tuple[Rows, Rows]:
+    """What of a segment's values may stay, and what has to go; both the warmest first."""
+    rows = rows[np.argsort(-index.chains.ranks(rows), kind="stable")]
+    fits = int(np.searchsorted(footprint(index.columns.length[rows]).cumsum(), room, side="right"))
+    return rows[:fits], rows[fits:]

@@ -6,8 +6,7 @@ Order: nothing enters the index before it is safe on disk, nothing leaves it by 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -31,10 +30,10 @@ from stepwell.store.log.format.batch import (
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.writing.appender import Appender
 from stepwell.store.log.writing.reclaim import NO_ROOM_ERRNOS, Reclaim
-from stepwell.store.log.writing.victim import coldest
 
 _EVERYTHING = bytes(32)  # the key of a clear
 _LET_IN_S = 1e-4
+_ENDED = object()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -99,7 +98,7 @@ class Writer:
             request.outcomes = [None] * len(request.writes)
         with self._state.lock:
             waiting = self._admit(requests, repeats)
-            self._keep_quotas(waiting)
+        self._keep_quotas(waiting)
         while waiting := [pending for pending in waiting if pending.places]:
             self._put_some(waiting)
         for (request, at), (earlier, first_at) in repeats:
@@ -213,11 +212,8 @@ class Writer:
                 self.keep_quota(tenant, size)
 
     def keep_quota(self, tenant: str, coming: int = 0) -> None:
-        """Evicts a tenant's coldest values until it keeps its quota with so many bytes more."""
-        state = self._state
-        over = state.index.tenant_bytes(tenant) + coming - state.quotas[tenant]
-        if over > 0:
-            self.reclaim.evict(coldest(state.index, over, tenant))
+        """Evicts the first values of a tenant, in the order of eviction, until it keeps its quota with so many bytes more."""
+        self.reclaim.keep_quota(tenant, self._state.quotas[tenant] - coming)
 
     def _tenant(self, space: Space) -> str:
         return (self._state.index.space_of(space.digest) or space).tenant  # the first to be seen names it
@@ -286,17 +282,17 @@ class Writer:
 
     def _apply(self, batch: Batch) -> None:
         """Takes a batch that is safe on disk into the index. A large clear lets others in between."""
-        lock, steps = self._state.lock, self._state.index.apply(batch)
+        state, steps = self._state, self._state.index.apply(batch)
         try:
-            while True:
-                with lock:
-                    next(steps)
+            while self._step(steps):
                 time.sleep(_LET_IN_S)  # a lock that is taken again at once is taken by nobody else
-        except StopIteration:
-            return
         finally:
-            with lock:
-                deque(steps, maxlen=0)  # whatever interrupted it: half a clear must not stay
+            while not state.torn and self._step(steps):  # whatever interrupted it: half a clear must not stay
+                pass
+
+    def _step(self, steps: Iterator[None]) -> bool:
+        with self._state.changing():
+            return next(steps, _ENDED) is not _ENDED
 
 
 def _on_disk(write: Write) -> int:

@@ -58,7 +58,7 @@ def test_the_last_page_alone_is_computed_and_not_loaded(make: Make) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_second_engine_resumes_from_the_log(make: Make, tmp_path: Path, model: str) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "prefetch": "wait_complete"}
     first, prompt = make(model, **store), text(1, 45)
     computed_by(first, prompt)
     first.close()
@@ -69,7 +69,7 @@ def test_a_second_engine_resumes_from_the_log(make: Make, tmp_path: Path, model:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_saves_that_the_last_step_began_are_stored_when_the_engine_ends(make: Make, tmp_path: Path, model: str) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "prefetch": "wait_complete"}
     first, prompt = make(model, **store), text(1, 45)
     first.submit(prompt)
     wait_until(lambda: (first.step(), first.done)[1])  # and no copy is made before the end
@@ -297,7 +297,7 @@ def test_a_request_that_wants_all_of_its_prompt_computed_is(make: Make) -> None:
 
 
 def test_hits_say_where_they_come_from(make: Make, tmp_path: Path) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "prefetch": "wait_complete"}
     first, prompt = make(**store), text(1, 45)
     computed_by(first, prompt)
     first.close()

@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, __version__
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.meters import Clock
 
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params")
 _SEED = 20
@@ -71,3 +72,12 @@ class ModelPass:
             options["logits_to_keep"] = keep
         logits_BTV: torch.Tensor = self.model(input_ids=ids_BT, **options).logits
         return logits_BTV[:, -keep:]
+
+    def seconds_for(self, tokens: int, clock: Clock) -> float:
+        """How long a pass over a prompt of this length takes, once a first one has built what it needs."""
+        ids_BT, took_s = self.text(tokens), 0.0
+        for _ in range(2):
+            began_s = clock.now()
+            self.run(ids_BT).sum().item()  # waits for the device
+            took_s = clock.now() - began_s
+        return took_s

@@ -23,6 +23,7 @@ import torch
 from stepwell.base.config import CacheConfig, PlacementConfig, StoreConfig
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import SystemClock
 from stepwell.base.prompt import Namespace
 from stepwell.base.spec import ModelSpec
 from stepwell.base.units import is_none, parse_tier
@@ -44,6 +45,7 @@ from stepwell.transfer.copy_engine import must_fit
 from stepwell.transfer.first_calls import make_first_calls
 from stepwell.transfer.torch_memory import TorchMemory
 
+TIMED_TOKENS = 256  # of a pass that shows how fast the model computes: the store is waited for only where that is sooner
 PROBE_TOKENS = 5  # what a model keeps is read from its cache after so many
 STEP_S = 0.05  # between steps of the cache while nobody calls: what waits to be backed up goes on
 
@@ -74,7 +76,7 @@ class PromptCache:
         self._passes = ModelPass(model)
         self._identity = Identity(model, identity)
         self._layout = PastLayout(self._probe(), name=f"{model.config.model_type} in transformers", page_tokens=page_tokens)
-        self._tested = not self_test
+        self._tested, self._timed = not self_test, store is None
         self._lock, self._closed = Lock(), Event()
         self._stepper: Thread | None = None
         self._cache, copies = self._build(_size(host_memory), placement or PlacementConfig())
@@ -230,6 +232,10 @@ class PromptCache:
         if not self._tested:
             check_cuts(self._passes, self._layout)
             self._tested = True
+        if not self._timed:
+            tokens = min(TIMED_TOKENS, self._passes.context_tokens or TIMED_TOKENS)
+            self._cache.computed([(0, tokens)], self._passes.seconds_for(tokens, SystemClock()))
+            self._timed = True
 
     def _checked(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Batch:
         if not isinstance(input_ids, torch.Tensor):

@@ -24,6 +24,12 @@ from stepwell.store.registry import open_store
 from stepwell.transfer.copy_engine import PageMemory
 from stepwell.transfer.shared_memory import SharedBlock
 
+# How fast prompts are computed, until the first one was: more than most models reach, so that nothing is fetched which would be
+# computed sooner. A GPU computes some first prompts that the store has; a CPU hardly ever does.
+FIRST_TOKENS_PER_S = {"cpu": 2_000.0}
+FIRST_TOKENS_PER_S_ELSEWHERE = 200_000.0
+FIRST_PASS_TOKENS = 8_192
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assembly:
@@ -82,6 +88,8 @@ class Assembly:
             key = read_store_key(settings.store_key_file) if settings.store_key_file is not None else None
             store = open_store(settings.store, options=settings.store_options)
             cache.store.attach(store, replace(settings.store_config, key=key))
+            speed = FIRST_TOKENS_PER_S.get(self.device_type, FIRST_TOKENS_PER_S_ELSEWHERE)
+            cache.computed([(0, FIRST_PASS_TOKENS)], FIRST_PASS_TOKENS / speed)
         return SchedulerSide(cache, orders, Names(self.groups, spec), clock, audit=settings.audit), store
 
     def _spec(self, shared: Sequence[SharedBlock]) -> ModelSpec:

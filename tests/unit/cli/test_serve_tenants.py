@@ -60,7 +60,7 @@ def test_a_tenant_is_served_and_its_quota_is_in_the_log(tenants: Path, tmp_path:
     with start_child(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             said = _said(process)
-            assert said["API key"] == "one for each of 1 tenants" and "chmod 600" in said["warning"]
+            assert said["API key"] == "one for each of 1 tenant" and "chmod 600" in said["warning"]
             assert [_asked(said["address"], key) for key in (KEY, "another key")] == [200, 401]
             process.send_signal(signal.SIGTERM)
             out, errors = process.communicate(timeout=PATIENCE_S)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -80,7 +81,11 @@ def _run(args: Namespace) -> int:
 
 
 def installed(console: Console) -> str:
-    """The real model where its weights are here, else a random one; says which, and why."""
+    """The real model where its weights are here, else a random one; says which, and why. Raises ModuleNotFoundError without
+    PyTorch, which the server of either needs.
+    """
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     from stepwell.engine.loading.known import find_known
 
     try:

@@ -63,7 +63,7 @@ def test_blocks_are_told_under_the_hashes_that_vllm_gives_them(make: Make, model
 
 
 def test_what_leaves_host_memory_is_told_and_so_is_the_store(make: Make, tmp_path: Path) -> None:
-    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB")
+    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB", prefetch="wait_complete")
     known: Told = set()
     for seed in range(24):
         computed_by(engine, text(seed, 45))
@@ -141,7 +141,7 @@ def test_after_a_reset_a_listener_does_not_believe_in_the_store_either(make: Mak
 
 
 def test_what_the_store_has_evicted_is_told_as_removed_when_it_is_asked_for(make: Make, tmp_path: Path) -> None:
-    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB")
+    engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB", prefetch="wait_complete")
     request, known = engine.submit(text(1, 45)), set()
     engine.run()
     for seed in range(100, 130):

@@ -12,12 +12,18 @@ from toy_vllm import MODELS, ToyModel
 
 from stepwell.connectors.vllm.doubts import Held, WeightDoubts, Weights
 from stepwell.connectors.vllm.weights import CHUNK_WORDS, WeightsNow, sum_of, sum_of_words
+from stepwell.store_tier import prefetch
 
 PROMPT = text(1, 45)
 
 
+@pytest.fixture(autouse=True)
+def every_fetch_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The toy computes sooner than any store delivers."""
+    monkeypatch.setattr(prefetch, "is_worth_it", lambda *_: True)
+
+
 def store_in(path: Path, *, used: bool = True) -> dict[str, Any]:
-    """Fetched from, although the toy computes sooner."""
     return {"store": f"log:{path}", "store_budget": "64MiB", "prefetch": "wait_complete"} if used else {}
 
 

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends
 
 READY = "print('ready', flush=True); import time; time.sleep(3600)"
 PARENT = f"""
-import sys, time
+import signal, sys, time
 from stepwell.jobs.children import start_child
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 child = start_child([sys.executable, "-c", {READY!r}], start_new_session=True)
 print(child.pid, flush=True)
 if sys.argv[1] == "waits":

@@ -31,6 +31,7 @@ from rich.console import Console
 from engine.machine import machine
 from gpu.report import Row, table_of
 from gpu.shapes import QWEN, make
+from stepwell.jobs.children import start_child
 
 ROOT = Path(__file__).parents[1]
 PHASE = re.compile(r"start: (.+) took ([\d.]+) s")
@@ -64,7 +65,7 @@ class Server:
         }
         self.phases: dict[str, float] = {}
         self.began_s = time.monotonic()
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
+        self.process = start_child(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
         self._console = console
         Thread(target=self._read, daemon=True).start()
 

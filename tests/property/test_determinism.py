@@ -40,7 +40,8 @@ def test_two_runs_of_one_life_over_a_store_decide_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("hash_seed", ["1", "4242"])
 def test_a_process_that_hashes_otherwise_decides_the_same(hash_seed: int) -> None:
-    environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
     command = [sys.executable, str(HERE / "lives.py"), str(STEPS), *(str(seed) for seed in SEEDS)]
     there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert there == [digest(once(life, seed)) for seed in SEEDS for life in (live, live_with_store)]

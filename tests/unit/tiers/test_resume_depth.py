@@ -21,7 +21,7 @@ def on_host(spec: ModelSpec = FULL, *, bytes_per_s: float = 1.0, tokens_per_s: f
     rig.evict_all(Tier.DEVICE)
     rig.state.compute_while_loading = True
     rig.state.copies.load_speed.per_s = bytes_per_s
-    rig.state.compute_speed.measure(tokens_per_s, 1.0, 0.0)
+    rig.state.compute_speed.measure(tokens_per_s, 1.0)
     return rig
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,6 +73,17 @@ def test_a_version_of_vllm_that_lacks_something_is_told_which_is_needed(make: Ma
     monkeypatch.delattr(sys.modules["vllm.v1.metrics.cache_hit_source"], "CacheHitSource")
     with pytest.raises(ImportError, match=r"CacheHitSource.*written for vLLM 0\.32"):
         _ = vllm.StepwellConnector
+
+
+def test_inside_multi_connector_it_is_refused(make: Make) -> None:
+    connector = type(make().connector)
+
+    class MultiConnector:
+        def __init__(self) -> None:
+            connector(SimpleNamespace(kv_transfer_config=None), None, None)
+
+    with pytest.raises(ConfigError, match=r"does not run inside MultiConnector.*make it the only kv_connector"):
+        MultiConnector()
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])

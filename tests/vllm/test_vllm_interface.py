@@ -124,6 +124,15 @@ def test_the_connector_overrides_only_what_vllm_calls() -> None:
             assert list(inspect.signature(ours).parameters) == list(inspect.signature(base).parameters), name
 
 
+def test_multi_connector_makes_its_connectors_where_ours_refuses_it() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from stepwell.connectors.vllm.connector import MULTI
+
+    assert MultiConnector.__init__.__qualname__ == MULTI
+    assert "connector_cls(" in inspect.getsource(MultiConnector.__init__)
+
+
 def test_a_pause_resets_the_connector_through_the_function_that_tells_it_from_an_explicit_reset() -> None:
     from vllm.v1.engine.core import EngineCore
 

@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.connectors.vllm.assembly import Assembly
 from stepwell.connectors.vllm.block_events import BlockEvents
@@ -41,6 +42,7 @@ from stepwell.connectors.vllm.step_metadata import StepMetadata, WorkerAnswers
 from stepwell.connectors.vllm.weights import WeightsNow
 from stepwell.connectors.vllm.worker_side import Ended, WorkerSide
 
+MULTI = "MultiConnector.__init__"  # which makes its connectors
 PAUSE = "_reset_caches"  # of vLLM's EngineCore, called by all that pause it
 HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: CacheHitSource.DISK}
 
@@ -50,6 +52,11 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        if sys._getframe(1).f_code.co_qualname.endswith(MULTI):
+            raise ConfigError(
+                "StepwellConnector does not run inside MultiConnector, where it could save blocks that another connector failed "
+                "to load: make it the only kv_connector"
+            )
         transfer = vllm_config.kv_transfer_config
         settings = read_settings(transfer.kv_connector_extra_config, failure_policy=transfer.kv_load_failure_policy)
         check_engine(vllm_config)

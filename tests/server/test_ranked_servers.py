@@ -61,8 +61,8 @@ def test_a_rank_that_is_killed_is_named_and_comes_back_and_none_outlives_the_ser
     ("more", "says"),
     [
         (["--tensor-parallel", "3"], "--tensor-parallel 3"),
-        (["--tensor-parallel", "0"], "tensor_parallel must be at least 1"),
-        (["--restart-workers"], "restart_workers is for ranks"),
+        (["--tensor-parallel", "0"], "--tensor-parallel must be at least 1"),
+        (["--restart-workers"], "--restart-workers is for ranks"),
         (["--tensor-parallel", "2", "--draft", "mtp"], "draft works on one rank only"),
         (["--tensor-parallel", "2", "--sparse", "quest"], "sparse works on one rank only"),
     ],

@@ -225,7 +225,7 @@ def test_who_waits_for_room_leaves_the_processor_to_the_copies_that_make_it(monk
         deltas += engine.step()
         passes = engine.passes
         assert engine.scheduler.active and engine.step() == [] and engine.passes == passes
-        assert engine.idle and engine.pause_s == IDLE_S, "the engine asks again and again while others need the processor"
+        assert engine.idle and engine.pause_s >= IDLE_S, "the engine asks again and again while others need the processor"
         monkeypatch.undo()
         deltas += run_to_the_end(engine)
     assert [token for delta in deltas if delta.request == number for token in delta.tokens] == alone("llama", [ask])[0]

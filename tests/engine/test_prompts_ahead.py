@@ -328,8 +328,8 @@ def test_how_fast_prompts_are_computed_does_not_count_the_pass_they_waited_for(m
         device = LateDevice(engine, monkeypatch)
         clock, measured = ManualClock(), []
         monkeypatch.setattr(engine.cache._state, "clock", clock)
-        monkeypatch.setattr(engine.cache, "_learn_speed", lambda tokens, took_s: measured.append((tokens, took_s)))
+        monkeypatch.setattr(engine.cache, "_learn_speed", lambda spans, took_s: measured.append((spans, took_s)))
         compute = device.compute_upto
         monkeypatch.setattr(device, "compute_upto", lambda number: (clock.advance(1.0), compute(number)))
         run(engine, [greedy(prompt(CHUNK, seed=at), 1) for at in range(4)])
-        assert measured == [(CHUNK, 1.0)] * 4
+        assert measured == [([(0, CHUNK)], 1.0)] * 4

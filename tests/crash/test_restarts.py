@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from stepwell import Cache, CacheConfig, LeaseState, build_cache, open_store
-from stepwell.base.config import WritePolicy
+from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.meters import ManualClock
 from stepwell.jobs.children import start_child
 from stepwell.policy.write_choice import choose_write
@@ -65,7 +65,8 @@ def begin(directory: Path, *, durable: bool = True) -> Life:
     )
     clock = ManualClock()
     cache = build_cache(HYBRID, config, model="toy weights", tuning=SMALL_PAGES, clock=clock)
-    cache.store.attach(open_store(f"log:{directory}", options={"budget": str(STORE_BYTES), "direct": "off"}))
+    store = open_store(f"log:{directory}", options={"budget": str(STORE_BYTES), "direct": "off"})
+    cache.store.attach(store, StoreConfig(recompute_tokens_per_s=1.0))  # so that what is there is always worth its time
     return Life(cache, clock)
 
 

@@ -40,7 +40,13 @@ def recipe(model: Path, store: Path) -> list[str]:
     config = json.loads(value)
     extra = config["kv_connector_extra_config"]
     assert set(extra) == {"host_memory", "store", "store_budget"} and extra["store"].startswith("log:")
-    extra |= {"host_memory": "64MiB", "store": f"log:{store}", "store_budget": "1GiB", "explain": True}
+    extra |= {
+        "host_memory": "64MiB",
+        "store": f"log:{store}",
+        "store_budget": "1GiB",
+        "explain": True,
+        "prefetch": "wait_complete",
+    }
     return [verb, str(model), option, json.dumps(config)]
 
 

@@ -37,7 +37,7 @@ def stepwell(store: Path | None = None, *, module: str | None = None, **extra: A
     """Settings of the connector."""
     settings: dict[str, Any] = {"host_memory": "64MiB", "audit": True} | extra
     if store is not None:
-        settings |= {"store": f"log:{store}", "store_budget": "1GiB"}
+        settings |= {"store": f"log:{store}", "store_budget": "1GiB", "prefetch": "wait_complete"}
     named = {"kv_connector_module_path": module} if module is not None else {}
     return {"kv_connector_extra_config": settings} | named
 

@@ -32,7 +32,7 @@ def test_prompts_and_decode_steps_of_tiny_models_are_measured(tmp_path: Path, ca
     assert bench_gpu.main(asked) == 0
     said, found = capsys.readouterr().out, json.loads(file.read_text())
     assert "Traceback" not in said and found["tiny"] and found["machine"]["gpu"] is None
-    assert {name: len(part["rows"]) for name, part in found["parts"].items()} == {"prefill": 8, "decode": 12}
+    assert {name: len(part["rows"]) for name, part in found["parts"].items()} == {"prefill": 12, "decode": 12}
     for part in found["parts"].values():
         assert all(row["goal"]["value"] > 0 and not row["note"] for row in part["rows"])
 

@@ -13,11 +13,12 @@ import torch
 pytest.importorskip("transformers")
 
 from engine.families import checkpoint
+from engine.kernels.chosen import use_kernels
 from engine.small import DEFAULTS, alone, greedy, prompt, run, small, tokens_of
 from parity.recorded import same_bits
 from parity.spilling import prompts, recorded, spilled
 from stepwell.engine import EngineConfig, build_engine
-from stepwell.engine.models import registry
+from stepwell.engine.building import build
 from stepwell.engine.ops.guarded import Guarded, Report
 from stepwell.engine.ops.kernels import TORCH, Kernels
 
@@ -49,10 +50,10 @@ class Breaks:
 
 def breaking(monkeypatch: pytest.MonkeyPatch) -> Report:
     """Every operation of the next engine breaks at its second call."""
-    names = [each.name for each in fields(Kernels) if each.name != "report"]
+    names = [each.name for each in fields(Kernels) if callable(getattr(TORCH, each.name))]
     report = Report(chosen=dict.fromkeys(names, "a library"))
     made = {name: Guarded(name, Breaks(getattr(TORCH, name)), getattr(TORCH, name), report) for name in names}
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: Kernels(report=report, **made))
+    use_kernels(monkeypatch, lambda: Kernels(report=report, **made))
     return report
 
 
@@ -76,10 +77,10 @@ def test_kernels_of_a_draft_that_break_are_counted_and_told(monkeypatch: pytest.
     asks = [greedy(prompt(60 + at, seed=at), 12) for at in range(2)]
     expected = alone("llama", asks)
     report = breaking(monkeypatch)
-    broken = registry.choose_kernels
+    broken = build.choose_kernels
     plain = Kernels(report=Report(chosen=dict.fromkeys(report.chosen, "torch")))
     made = [plain, broken("auto", "cpu", torch.float32)]  # the model's first, then its draft's
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: made.pop(0))
+    use_kernels(monkeypatch, lambda: made.pop(0))
     with build_engine(checkpoint("llama"), EngineConfig(**DEFAULTS, draft_tokens=3), draft=checkpoint("llama")) as engine:
         played = run(engine, asks)
         assert [tokens_of(deltas) for deltas in played] == expected

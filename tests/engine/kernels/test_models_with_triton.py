@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.families import reference
+from engine.kernels.chosen import use_kernels
 from engine.side_by_side import Held, Memory
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models import registry
@@ -23,7 +24,7 @@ FAST = Kernels(attend_shared=TritonShared(TritonSelect()), select=TritonSelect()
 
 
 def built(family: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Decoder:
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: kernels)
+    use_kernels(monkeypatch, lambda: kernels)
     made = reference(family)
     tensors = HeldTensors(dict(made.state_dict()))
     return registry.build_model(made.config.to_dict(), tensors, page_tokens=16, kv_dtype="fp8", device=DEVICE)

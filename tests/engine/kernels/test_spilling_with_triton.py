@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("transformers")
 from engine.drafted import target
+from engine.kernels.chosen import use_kernels
 from engine.small import DEFAULTS, run
 from parity.recorded import PAGE, Played, Recorded
 from parity.spilling import press, prompts, recorded, report, short, spilled
@@ -15,7 +16,6 @@ from parity.test_spilled_rows import check_same
 from stepwell.base.ids import Kind
 from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.building import build
-from stepwell.engine.models import registry
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.on_triton.rows import write_rows
 from stepwell.sparse.triton_fetch import fetch
@@ -53,7 +53,7 @@ def test_triton_finds_and_fetches_the_same_rows(
     family: str, hot_rows: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, plain = recorded(family, kv_dtype=kv_dtype), spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype, **SMALL)
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+    use_kernels(monkeypatch, lambda: FAST)
     monkeypatch.setattr(build, "as_tensor", over_one_block)
     fast = spilled(family, hot_rows=hot_rows, kv_dtype=kv_dtype, **SMALL)
     then = played(one)
@@ -67,7 +67,7 @@ def test_triton_finds_and_fetches_the_same_rows(
 def test_triton_fetches_what_was_nearly_selected_and_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"hot_rows": 2 * PAGE, "prefetch_near": 6, **SMALL}
     one, plain = recorded("glm_moe_dsa"), spilled("glm_moe_dsa", **settings)
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+    use_kernels(monkeypatch, lambda: FAST)
     monkeypatch.setattr(build, "as_tensor", over_one_block)
     fast = spilled("glm_moe_dsa", **settings)
     then = played(one)
@@ -84,7 +84,7 @@ def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_ro
     picking = {"sparse": selector, "sparse_budget": 112}
     small = SMALL | {"memory": "1800KiB", "host_memory": "1MiB", "max_running": 2}
     one, plain = recorded("llama", **picking), spilled("llama", hot_rows=hot_rows, **small, **picking)
-    monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+    use_kernels(monkeypatch, lambda: FAST)
     monkeypatch.setattr(build, "as_tensor", over_one_block)
     fast = spilled("llama", hot_rows=hot_rows, **small, **picking)
 
@@ -108,7 +108,7 @@ def test_triton_finds_and_fetches_the_same_rows_for_drafts(monkeypatch: pytest.M
     answers, reports = [], []
     for kernels in (None, FAST):
         if kernels is not None:
-            monkeypatch.setattr(registry, "choose_kernels", lambda *args: FAST)
+            use_kernels(monkeypatch, lambda: FAST)
             monkeypatch.setattr(build, "as_tensor", over_one_block)
         with build_engine(made, EngineConfig(**settings, sparse="dsa", hot_rows=2 * PAGE)) as engine:
             press(engine)

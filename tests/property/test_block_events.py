@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from lives import SPILLING_VERBS, VERBS, _act, random_prompt
+from lives import SPILLING_VERBS, VERBS, play_one, random_prompt
 from toy_models import Setup, make_setup, make_spec, make_spilling_setup
 from traffic import Traffic
 from world import World
@@ -26,7 +26,7 @@ def _live(setup: Setup, rng: Random, verbs: dict[str, float], steps: int = 100) 
         traffic.serve(random_prompt(rng, traffic.page), 0)
     watch = MirrorWatch(world.cache)
     for verb in rng.choices(list(verbs), list(verbs.values()), k=steps):
-        _act(traffic, verb, rng)
+        play_one(traffic, verb, rng)
         if rng.random() < 0.03:
             watch.lose()
         if rng.random() < 0.7:  # else several verbs come in one batch

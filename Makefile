@@ -12,9 +12,10 @@ PIP := install/pip.sh $(BIN)/python
 SUPPORTED := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
 	{ echo "Stepwell needs Python 3.11 to 3.13; name one: make PYTHON=python3.12" >&2; exit 1; }
 WORKERS ?= auto
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster clean test check-install lint types floors unit test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-copies bench-store bench-opening bench-engine bench-passes bench-answers bench-guided bench-gpu bench-connectors bench-rows bench-checkpoints bench-sparse sparse-quality bench-ranks bench-cluster bench-serve bench-first-requests bench-start bench-restart policy-report soak screenshots build-kernels bench-tree-peer
+.PHONY: help demo demo-cluster clean test check-install lint types floors checks quick deep test-all test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-copies bench-store bench-opening bench-engine bench-passes bench-answers bench-guided bench-gpu bench-connectors bench-rows bench-checkpoints bench-sparse sparse-quality bench-ranks bench-cluster bench-serve bench-first-requests bench-start bench-restart policy-report soak screenshots build-kernels bench-tree-peer
 
 ##@ Start
 
@@ -64,7 +65,13 @@ $(UI): $(STAMP)
 
 ##@ Tests
 
-test: lint types floors unit ## Everything that needs no GPU and no other engine: style, types, imports, tests
+# Two jobs: types are checked while the tests run.
+test: $(STAMP) ## Style, types, imports and the quick tests; no GPU, no other engine (8 minutes on two cores)
+	@$(MAKE) --no-print-directory --jobs=2 checks quick
+
+test-all: test deep ## Everything that needs no GPU and no other engine (35 minutes); CI runs this
+
+checks: lint floors types
 
 check-install: ## Whether all that is installed here resolves from the public index alone
 	@$(SUPPORTED)
@@ -86,9 +93,13 @@ floors: $(STAMP) ## Imports go downwards only
 	@$(BIN)/lint-imports --no-cache > .floors.log 2>&1 || { cat .floors.log; exit 1; }
 	@tail -n 1 .floors.log
 
-unit: $(STAMP) ## Tests alone, one process per core (WORKERS=N, 0 for none)
-	@echo "==> pytest"
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
+quick: $(STAMP) ## The quick tests alone, one process per core (WORKERS=N, 0 for none)
+	@echo "==> pytest, quick tests"
+	@$(PYTEST) -m "not deep"
+
+deep: $(STAMP) ## The deep tests alone: slow ones that repeat quick tests on more inputs
+	@echo "==> pytest, deep tests"
+	@$(PYTEST) -m deep
 
 test-real: $(STAMP) $(REAL) ## The engine on real weights (downloads 330 MB)
 	@$(BIN)/python -m pytest tests/real

@@ -28,8 +28,26 @@ def _reason(skip: Any) -> str:
     return f"{text} ({INSTALL})" if "could not import" in text else text
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+# The deep tests that this process left out; workers of pytest-xdist report theirs to the process that prints the summary.
+NUM_DEEP = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_deep"] = session.config.stash.get(NUM_DEEP, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    found = getattr(node, "workeroutput", {}).get("num_deep", 0)
+    node.config.stash[NUM_DEEP] = max(found, node.config.stash.get(NUM_DEEP, 0))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     lines = not_run(terminalreporter.stats.get("skipped", []))
+    num_deep = config.stash.get(NUM_DEEP, 0)
+    if num_deep:
+        lines.append(f"{num_deep} deep tests, and those on a GPU, under other engines and in a browser: run `make test-all`")
     if lines:
         terminalreporter.section("not run", yellow=True)
     for line in lines:

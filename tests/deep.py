@@ -97,12 +97,16 @@ def is_quick(config: pytest.Config) -> bool:
     return bool(config.getoption("markexpr") == "not deep")
 
 
+def is_listed(place: str) -> bool:
+    """Whether DEEP names a test (`file::function`), its file or its folder."""
+    return f"{place}::".startswith(tuple(each if each.endswith("/") else f"{each}::" for each in DEEP))
+
+
 def mark_deep(items: Iterable[pytest.Item]) -> None:
     """Adds the marker `deep` to each deep test among those collected."""
-    listed = tuple(each if each.endswith("/") else f"{each}::" for each in DEEP)
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if f"{_place(item)}::".startswith(listed):
+        if is_listed(_place(item)):
             item.add_marker("deep")
         else:
             cases[_place(item)].append(item)

@@ -58,3 +58,18 @@ def test_a_quick_run_takes_some_cases_of_each_test_and_counts_the_others(workers
         "test_of_seeds[0]",
     }  # fmt: skip
     assert "15 deep tests" in said and "make test-all" in said
+
+
+def _faults() -> list[tuple[str, str]]:
+    return re.findall(r"\| `(\S+::\w+)` \| (\w*) ?\|", (TESTS / "FAULTS.md").read_text())
+
+
+@pytest.mark.parametrize(("place", "mark"), _faults())
+def test_every_fault_has_a_test_and_says_whether_make_test_runs_it(place: str, mark: str) -> None:
+    path, _, name = place.partition("::")
+    assert re.search(rf"\bdef {name}\(", (TESTS / path).read_text()), "the test was renamed or deleted: see tests/FAULTS.md"
+    assert (mark == "deep") == deep.is_listed(place)
+
+
+def test_the_list_of_faults_is_read() -> None:
+    assert len(_faults()) > 50

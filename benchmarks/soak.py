@@ -46,6 +46,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "soak.json", help="where figures go (default: soak.json)")
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
+    os.environ["MALLOC_ARENA_MAX"] = "2"  # as servers run under deploy/: memory that was freed does not pile up
     os.environ["PYTHONFAULTHANDLER"] = "1"  # a server that is aborted tells what its threads do
     seed = args.seed if args.seed is not None else secrets.randbelow(10**6)
     console.print(f"seed {seed}: the same again with --seed {seed}")

@@ -28,7 +28,6 @@ from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
 from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.flags import with_flags
-from stepwell.cli.heap import HeapTrimmer, glibc_trim, have_few_heaps
 
 if TYPE_CHECKING:
     from stepwell.cli.answer_options import Offered
@@ -55,12 +54,12 @@ def configure(parser: ArgumentParser) -> None:
     answer_options.configure(model)
     model.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
-        help="how the model writes calls of tools: hermes, glm, llama3, mistral, deepseek, kimi, kimi3, harmony, "
-        "gemma, gemma4, none (default: auto)",
+        help="how the model writes calls of tools: hermes, glm, llama3, mistral, deepseek, kimi, harmony, "
+        "gemma, functiongemma, none (default: auto)",
     )  # fmt: skip
     model.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME",
-        help="how the model sets its reasoning apart: think, mistral, harmony, kimi3, gemma4, none (default: auto)",
+        help="how the model sets its reasoning apart: think, mistral, harmony, none (default: auto)",
     )  # fmt: skip
     engine_options.configure(parser)
     _configure_access(parser.add_argument_group("address and access"))
@@ -142,7 +141,6 @@ def _hang_ups() -> Iterator[Callable[[], bool]]:
 
 
 def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
-    have_few_heaps()
     _allow_open_files()
     offered, keys, tenants = _check_arguments(args)
     began_s = time.monotonic()
@@ -210,19 +208,13 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     summary += offered.summary() + kv_events.summary(args) + otlp.summary(args, os.environ)
     summary += [] if roles is None else roles.summary()
 
-    heap = HeapTrimmer(glibc_trim())
-
     def ready() -> None:
         _collect_often()
-        heap.start()
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
         fields = {"model": names, "address": address_of(taken), "kernels": kernels}
         log.info("ready", extra={"fields": fields})
 
-    try:
-        server.run(taken, on_ready=ready)
-    finally:
-        heap.close()
+    server.run(taken, on_ready=ready)
     return 0
 
 

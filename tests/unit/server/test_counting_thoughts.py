@@ -55,8 +55,6 @@ def counted(texts: Sequence[str], *, reasoning: str, end: str, at_once: int) -> 
         ("think", "", ["<think"], 0),  # nobody knows
         ("think", "", ["Rome", "<think>", "so", "</think>"], 0),  # content, as the answer has it
         ("mistral", "", ["[THINK]", "so", "[/THINK]", "Rome"], 3),
-        ("kimi3", "", ["<|open|>", "think", "<|sep|>", "so", "<|close|>", "think", "<|sep|>", "Rome"], 7),
-        ("gemma4", "", ["<|channel>", "thought", "\n", "so", "<channel|>", "Rome"], 5),
         ("harmony", "", [*THOUGHT, *START, *FINAL], 7),
         ("harmony", "", [*THOUGHT, *START, *THOUGHT, *START, *CALL], 16),
         ("harmony", "", [*CALL, *START, *THOUGHT[:5]], 7),  # cut off

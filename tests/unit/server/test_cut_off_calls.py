@@ -126,7 +126,7 @@ def test_an_empty_message_to_a_tool_is_no_call_where_it_is_cut_off() -> None:
         ("hermes", "<tool_call><function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b", '{"a": 1'),
         ("hermes", "<tool_call><function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b</tool_call>", '{"a": 1'),
         ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg", '{"a": 1'),
-        ("gemma4", "<|tool_call>call:f{a:1,b", '{"a": 1'),
+        ("functiongemma", "<start_function_call>call:f{a:1,b", '{"a": 1'),
         ("deepseek", '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="a" str', "{"),
         ("deepseek", '<｜DSML｜tool_calls><｜DSML｜invoke name="f"></｜DSML｜inv', "{"),
     ],
@@ -214,13 +214,12 @@ def test_a_string_that_the_model_left_is_broken_off_and_one_that_was_cut_off_is_
     assert ([call.arguments for call in found.calls], found.content) == ([arguments], content)
 
 
-@pytest.mark.parametrize("form", ["qwen-coder", "glm", "deepseek v3.2", "kimi3", "gemma4"])
+@pytest.mark.parametrize("form", ["qwen-coder", "glm", "deepseek v3.2", "functiongemma"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_marker_within_a_value_that_is_no_json_is_part_of_it(form: str, data: st.DataObject) -> None:
-    close = {"deepseek v3.2": "</｜DSML｜tool_calls>", "kimi3": "<|close|>tools<|sep|>", "gemma4": "<tool_call|>"}.get(
-        form, "</tool_call>"
-    )
+    closes = {"deepseek v3.2": "</｜DSML｜tool_calls>", "functiongemma": "<end_function_call>"}
+    close = closes.get(form, "</tool_call>")
     texts = st.lists(st.sampled_from([close, close[:-1], close[1:], '"', "\\", "x\ny", " ", "z}"]), max_size=6).map("".join)
     arguments: Any = {"city": close + data.draw(texts) + "!", "days": [data.draw(texts)], "where": data.draw(texts) + "."}
     text, make = written(form, arguments), maker(form, arguments)

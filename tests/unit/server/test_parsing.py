@@ -73,17 +73,10 @@ ANSWERS: list[tuple[str | None, str | None, str, Expected]] = [
     ("gemma", None, f"```json\n{dumped('get_weather', CITY, 'parameters')}\n```", ("", "", BOTH[:1])),
     ("gemma", None, "[1] is a reference, and (so) on", ("[1] is a reference, and (so) on", "", [])),
     ("gemma", None, "[__import__('os').system('true')]", ("[__import__('os').system('true')]", "", [])),
-    ("gemma4", "gemma4", '<|channel>thought\nHm.\n<channel|>Look:<|tool_call>call:get_weather{city:<|"|>Zürich<|"|>,days:3}<tool_call|>'
-     "<|tool_call>call:now{}<tool_call|>", ("Look:", "Hm.", BOTH)),
-    ("gemma4", None, "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3}<end_function_call>"
+    ("functiongemma", None, "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3}<end_function_call>"
      "<start_function_call>call:now{}<end_function_call>", ("", "", BOTH)),
-    ("gemma4", None, '<|tool_call>call:f{a:[1,{b:<|"|>x "y"\n<|"|>}],c:true,"d":null,<|"|>e<|"|>:<|"|><|"|>}<tool_call|>',
-     ("", "", [("f", {"a": [1, {"b": 'x "y"\n'}], "c": True, "d": None, "e": ""})])),
-    ("kimi3", "kimi3", '<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Look:<|close|>response<|sep|>'
-     '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Zürich'
-     '<|close|>argument<|sep|><|open|>argument key="days" type="number"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>'
-     '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>', ("Look:", "Hm.", BOTH)),
-    (None, "kimi3", "<|open|>think<|sep|>Hm.<|close|>think<|sep|><|open|>response<|sep|>Well.<|close|>response<|sep|>", ("Well.", "Hm.", [])),
+    ("functiongemma", None, '<start_function_call>call:f{a:[1,{b:<escape>x "y"\n<escape>}],c:true,"d":null,<escape>e<escape>:<escape><escape>}'
+     "<end_function_call>", ("", "", [("f", {"a": [1, {"b": 'x "y"\n'}], "c": True, "d": None, "e": ""})])),
     ("hermes", None, f'{dumped("now", {})} is no call, " <tool_call></tool_call> neither', (f'{dumped("now", {})} is no call, " <tool_call></tool_call> neither', "", [])),
     ("hermes", None, '<tool_call>{"arguments": {"city": "Zürich", "days": 3}, "name": "get_weather"}</tool_call><tool_call>'
      '{"name": "now", "arguments": "{}"}</tool_call> so', (" so", "", BOTH)),
@@ -166,7 +159,7 @@ def test_formats_are_known_by_what_stands_in_templates() -> None:
     signs = {
         "{% if tools %}<tool_call>{% endif %}<think>": ("hermes", "think"), "[TOOL_CALLS] [THINK]": ("mistral", "mistral"),
         "<|channel|>analysis": ("harmony", "harmony"), "<|python_tag|>": ("llama3", None), "<start_of_turn>": ("gemma", None),
-        "<|open|>think<|sep|>": ("kimi3", "kimi3"), "<start_of_turn><start_function_call>": ("gemma4", None),
+        "<start_of_turn><start_function_call>": ("functiongemma", None),
         "<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key> <think>": ("glm", "think"),
         'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.': ("llama3", None),
         '<start_of_turn> in the format of {"name": function name, "parameters": dictionary of argument name and its value}': ("gemma", None),

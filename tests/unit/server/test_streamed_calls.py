@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,21 +42,13 @@ def _dsml(name: str, arguments: Arguments) -> str:
     return f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{name}">\n{inner}</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
 
 
-def _kimi3(name: str, arguments: Arguments) -> str:
-    inner = ""
-    for key, value in arguments.items():
-        kind, text = ("string", value) if isinstance(value, str) else ("object", dumped(value))
-        inner += f'<|open|>argument key="{html.escape(key)}" type="{kind}"<|sep|>{text}<|close|>argument<|sep|>'
-    return f'<|open|>tools<|sep|><|open|>call tool="{name}"<|sep|>{inner}<|close|>call<|sep|><|close|>tools<|sep|>'
-
-
-def _gemma4_value(value: Any) -> str:
+def _gemma_value(value: Any) -> str:
     if isinstance(value, str):
-        return f'<|"|>{value}<|"|>'
+        return f"<escape>{value}<escape>"
     if isinstance(value, list):
-        return f"[{','.join(map(_gemma4_value, value))}]"
+        return f"[{','.join(map(_gemma_value, value))}]"
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_gemma4_value(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{_gemma_value(each)}" for key, each in value.items()) + "}"
     return dumped(value)
 
 
@@ -76,11 +67,11 @@ FORMS: dict[str, tuple[str, Callable[[str, Arguments], str]]] = {
     "deepseek v3.2": ("deepseek", _dsml),
     "kimi": ("kimi", lambda name, given: f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0"
              f"<|tool_call_argument_begin|>{dumped(given)}<|tool_call_end|><|tool_calls_section_end|>"),
-    "kimi3": ("kimi3", _kimi3),
     "harmony": ("harmony", lambda name, given: f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
                 f"{dumped(given)}<|call|>"),
     "gemma json": ("gemma", lambda name, given: dumped({"name": name, "parameters": given})),
-    "gemma4": ("gemma4", lambda name, given: f"<|tool_call>call:{name}{_gemma4_value(dict(given))}<tool_call|>"),
+    "functiongemma": ("functiongemma", lambda name, given:
+                      f"<start_function_call>call:{name}{_gemma_value(dict(given))}<end_function_call>"),
 }  # fmt: skip
 LETTERS = st.characters(codec="utf-8", exclude_categories=("Cs",))
 TEXT = st.text(LETTERS, max_size=12) | st.sampled_from(

@@ -1,7 +1,7 @@
 """From the bytes of a request to asks for the engine: OpenAI's fields, and ours beside them. Asks the engine nothing.
 
-Small bodies are read at once. Large ones are read on a thread, in Python: the parser in C would hold the interpreter, and with it
-every stream, for seconds (13 s for 32 MB of short lists). What no request could use is refused while it is read.
+Small bodies are parsed at once. What is in a large one is counted first, on a thread: the parser holds the interpreter, and with
+it every stream, for as long as it runs (13 s for 32 MB of short lists), so more than a request can use is refused before.
 
 Types and ranges are checked. A few unknown fields are ignored, because clients send more every year, and the log names each once.
 Fields that would change an answer in a way this server cannot are refused, unless they ask for what happens anyway.
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from json import decoder, scanner
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -95,6 +95,8 @@ _CHANGE_NOTHING = frozenset(  # and need no warning: for accounts of others, or 
     )
 )  # fmt: skip
 MAX_NESTED = 100_000  # lists and objects in one body
+_TOKEN = re.compile(rb'["\[\]{}:]|[^\s,:"\[\]{}]{1,64}')  # of JSON; a longer number counts as several
+_IN_STRING = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -108,15 +110,19 @@ async def read_body(served: Served, request: Request, kind: type[B]) -> tuple[B,
         raise ApiError(400, "the body must be a JSON object sent as application/json")
     raw = await request.body()
     if len(raw) <= LARGE_BYTES:
-        return _checked(kind, raw, json.loads), len(raw)
+        return _checked(kind, raw), len(raw)
     most_fields = len(kind.model_fields) + MAX_UNKNOWN
-    bounded = _Bounded(most_values=served.max_values, most_nested=MAX_NESTED, most_fields=most_fields)
-    return await served.aside(len(raw), lambda: _checked(kind, raw, bounded.decode)), len(raw)
+
+    def read() -> B:
+        _check_size(raw, most_values=served.max_values, most_fields=most_fields)
+        return _checked(kind, raw)
+
+    return await served.aside(len(raw), read), len(raw)
 
 
-def _checked(kind: type[B], raw: bytes, parse: Callable[[str], Any]) -> B:
+def _checked(kind: type[B], raw: bytes) -> B:
     try:
-        values = parse(raw.decode())
+        values = json.loads(raw.decode())
     except RecursionError:
         raise ApiError(400, "the body is not JSON: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:
@@ -134,47 +140,40 @@ def _too_many_fields() -> ApiError:
     return ApiError(400, why, code="too_many_fields")
 
 
-class _Bounded(json.JSONDecoder):
-    """The standard library's parser as it is in Python, which lets other threads go on; strings are still read in C.
-
-    Raises ApiError for more numbers and strings, lists and objects, or fields of the outermost object, than are allowed.
-    """
-
-    def __init__(self, *, most_values: int, most_nested: int, most_fields: int) -> None:
-        super().__init__()
-        values = _Count(most_values, _too_large(most_values, "numbers and strings"))
-        nested = _Count(most_nested, _too_large(most_nested, "lists and objects"))
-        self._fields: _Count | None = _Count(most_fields, _too_many_fields())  # until the outermost object has begun
-        self.parse_int = values.before(int)
-        self.parse_float = values.before(float)
-        self.parse_string = values.before(decoder.scanstring)  # type: ignore[attr-defined]
-        self.parse_array = nested.before(decoder.JSONArray)  # type: ignore[attr-defined]
-        self.parse_object = nested.before(self._object)
-        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
-
-    def _object(self, begin: Any, strict: Any, scan: Callable[..., Any], *more: Any) -> Any:
-        if self._fields is not None:
-            scan, self._fields = self._fields.before(scan), None
-        return decoder.JSONObject(begin, strict, scan, *more)  # type: ignore[attr-defined]
-
-
 def _too_large(most: int, what: str) -> ApiError:
     return ApiError(400, f"the body holds more than {most} {what}, which no prompt here has", code="body_too_large")
 
 
-class _Count:
-    def __init__(self, most: int, error: ApiError) -> None:
-        self._left = most
-        self._error = error
+def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
+    """Raises ApiError for more numbers and strings, lists and objects, or fields of the outermost object, than a request can use.
 
-    def before(self, parse: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            self._left -= 1
-            if self._left < 0:
-                raise self._error
-            return parse(*args)
+    Counts a token of JSON at a time, so that other threads can run, and stops at the first one too many.
+    """
+    values = nested = fields = depth = at = 0
+    while (token := _TOKEN.search(raw, at)) is not None:
+        kind, at = token.group(), token.end()
+        if kind in (b"[", b"{"):
+            depth, nested = depth + 1, nested + 1
+        elif kind in (b"]", b"}"):
+            depth -= 1
+        elif kind == b":":
+            fields += depth == 1
+        else:
+            values += 1
+            at = _behind_string(raw, at) if kind == b'"' else at
+        if fields > most_fields:
+            raise _too_many_fields()
+        if values > most_values:
+            raise _too_large(most_values, "numbers and strings")
+        if nested > MAX_NESTED:
+            raise _too_large(MAX_NESTED, "lists and objects")
 
-        return counted
+
+def _behind_string(raw: bytes, at: int) -> int:
+    """Where the string that begins before `at` has ended. Each match is short, so that other threads can run."""
+    while (part := _IN_STRING.match(raw, at)) is not None and not part.group(1) and part.end() > at:
+        at = part.end()
+    return at if part is None else part.end()
 
 
 # ---- what is asked ------------------------------------------------------------------------------

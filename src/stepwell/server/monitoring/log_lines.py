@@ -1,84 +1,39 @@
-"""How a server's log looks: one line for each event, as text or as JSON. Says nothing of its own.
+"""How a server's log looks: one line for each event, as text or as JSON. Logs nothing of its own.
 
     2026-01-31T12:00:00.000Z info request ended id=cmpl-9f output_tokens=12 finish=stop
     {"time": "2026-01-31T12:00:00.000Z", "level": "info", "message": "request ended", "id": "cmpl-9f", ...}
 
-Whoever logs gives names and values as `extra={"fields": {...}}`. Lines are written on a thread of their own: the engine does not
-wait for whoever reads them. Where nobody does, new lines are dropped, and the end waits a few seconds for it and no longer.
+Callers pass names and values as `extra={"fields": {...}}`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler
-from queue import Full, Queue
-from threading import Thread
 from typing import TextIO
 
 FORMATS = ("text", "json")
-_MOST_WAITING = 10_000  # lines
-_LAST_LINES_S = 5.0  # that the end waits for lines to be read
 _PLAIN = re.compile(r"[\w.:/%+-]+", re.ASCII)  # values that need no quotes
 
 
 @contextmanager
 def log_to(stream: TextIO, form: str) -> Iterator[None]:
-    """Writes what the program logs to a stream, in one of FORMATS: all that Stepwell says, and warnings of others."""
-    lines: Queue[logging.LogRecord | None] = Queue(_MOST_WAITING)
-    handler = _Lines(lines)
-    thread = Thread(target=_write, args=(lines, _writer(stream)), name="stepwell-log", daemon=True)
+    """Writes what the program logs to a stream, in one of FORMATS: all lines of Stepwell, and warnings of others."""
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(_Json() if form == "json" else _Text())
     root, ours = logging.getLogger(), logging.getLogger("stepwell")
     level = ours.level
     ours.setLevel(logging.INFO)
     root.addHandler(handler)
-    thread.start()
     try:
         yield
     finally:
         root.removeHandler(handler)
         ours.setLevel(level)
-        with suppress(Full):
-            lines.put(None, timeout=_LAST_LINES_S)
-        thread.join(_LAST_LINES_S)
-
-
-def _write(lines: Queue[logging.LogRecord | None], write: Callable[[str], object]) -> None:
-    while (record := lines.get()) is not None:
-        with suppress(OSError, ValueError):  # a full disk, a reader that has gone, a closed stream: other lines may do better
-            write(f"{record.getMessage()}\n")
-
-
-def _writer(stream: TextIO) -> Callable[[str], object]:
-    """What writes to a stream: to its file beneath it, where it has one.
-
-    A thread that waits for a reader holds no lock then. The program takes that of the stream when it ends, and would wait too.
-    """
-    try:
-        file = stream.fileno()
-    except OSError:
-        return stream.write
-
-    def write(line: str) -> None:
-        left = line.encode(errors="backslashreplace")  # clients can send what has no other form
-        while left:
-            left = left[os.write(file, left) :]
-
-    return write
-
-
-class _Lines(QueueHandler):
-    """Takes lines for the thread that writes them. Formats them first: what they name may change meanwhile."""
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        with suppress(Full):  # to say so would take a line
-            self.queue.put_nowait(record)
 
 
 class _Text(logging.Formatter):

@@ -19,15 +19,10 @@ class Blocks:
     starts: tuple[str, ...] = ()  # an answer that begins with one of these may be calls as a whole
     parts: tuple[str, ...] = ()  # markers within blocks, behind the arguments of a call
     inside: tuple[str, ...] = ()  # further ones
-    drops: tuple[str, ...] = ()  # markers around content, which are no part of it
-
-    @property
-    def outside(self) -> tuple[str, ...]:
-        return (*self.closes, *self.drops)
 
     @property
     def markers(self) -> tuple[str, ...]:
-        return (*self.outside, *(close for close in self.closes.values() if close is not None), *self.parts, *self.inside)
+        return (*self.closes, *(close for close in self.closes.values() if close is not None), *self.parts, *self.inside)
 
 
 class BlockParser:
@@ -46,7 +41,7 @@ class BlockParser:
         self._space: list[str] = []  # held back before that, in the parts in which it came
         self._begun = False  # whether anything but space has come
         self._content = Spaced(keeps_start=True)
-        self._markers = Markers(blocks.outside)
+        self._markers = Markers(tuple(blocks.closes))
 
     @property
     def in_call(self) -> bool:
@@ -108,9 +103,7 @@ class BlockParser:
                 return text
         before, marker, text = self._markers.push(text)
         pieces.append(Piece(content=self._content.push(before)))
-        if marker in self._blocks.drops:
-            self._content.drop()
-        elif marker is not None:
+        if marker is not None:
             self._enter(marker, self._blocks.closes[marker])
         return text
 
@@ -129,7 +122,7 @@ class BlockParser:
     def _closed(self, block: BlockReader, close: str) -> Piece:
         last = self._told(block.finish(closed=True))
         after = Piece() if block.told else Piece(content=self._content.push(self._lead + close))
-        self._block, self._lead, self._markers = None, "", Markers(self._blocks.outside)
+        self._block, self._lead, self._markers = None, "", Markers(tuple(self._blocks.closes))
         return joined([last, after])
 
     def _told(self, piece: Piece) -> Piece:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from stepwell.engine.requests.text import Text
 from stepwell.server.api.parsing.blocks import BlockParser, Blocks, Plain, Reasoning, ReasoningParser
@@ -12,7 +11,7 @@ from stepwell.server.api.parsing.harmony import HARMONY_MARKERS, HarmonyParser
 from stepwell.server.api.parsing.pieces import Parser
 from stepwell.server.api.parsing.readers import deepseek, gemma, hermes, json_answer, json_calls, kimi, mistral
 from stepwell.server.api.parsing.source import Texts
-from stepwell.server.api.parsing.tags import gemma4, glm, kimi3
+from stepwell.server.api.parsing.tags import function_gemma, glm
 
 _PROMPT_END = 16  # tokens
 HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says
@@ -39,13 +38,8 @@ TOOLS: Mapping[str, Blocks] = {
         closes={"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"}, read=kimi,
         parts=("<|tool_call_end|>",), inside=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
     ),
-    "kimi3": Blocks(
-        closes={"<|open|>tools<|sep|>": "<|close|>tools<|sep|>"}, read=kimi3, inside=("<|open|>", "<|close|>", "<|sep|>"),
-        drops=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
-    ),
-    "gemma4": Blocks(
-        closes={"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}, read=gemma4,
-        inside=('<|"|>', "<escape>"),
+    "functiongemma": Blocks(
+        closes={"<start_function_call>": "<end_function_call>"}, read=function_gemma, inside=("<escape>",),
     ),
     "gemma": Blocks(closes={"```tool_code\n": "```", "```tool_call\n": "```"}, read=gemma, starts=("[", "{", "```json")),
 }  # fmt: skip
@@ -53,8 +47,6 @@ REQUIRED = Blocks(closes={}, read=json_calls, starts=("[",))  # an answer that a
 REASONING: Mapping[str, Reasoning] = {
     "think": Reasoning(open="<think>", close="</think>"),
     "mistral": Reasoning(open="[THINK]", close="[/THINK]"),
-    "kimi3": Reasoning(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>"),
-    "gemma4": Reasoning(open="<|channel>thought", close="<channel|>"),
 }
 TOOL_NAMES, REASONING_NAMES = (*TOOLS, HARMONY), (*REASONING, HARMONY)
 
@@ -62,9 +54,7 @@ TOOL_NAMES, REASONING_NAMES = (*TOOLS, HARMONY), (*REASONING, HARMONY)
 _TOOL_SIGNS = {
     "<arg_key>": "glm",
     "<|tool_calls_section_begin|>": "kimi",
-    "<|open|>": "kimi3",
-    "<|tool_call>": "gemma4",
-    "<start_function_call>": "gemma4",
+    "<start_function_call>": "functiongemma",
     "<｜DSML｜": "deepseek",
     "<｜tool▁calls▁begin｜>": "deepseek",
     "[TOOL_CALLS]": "mistral",
@@ -74,9 +64,7 @@ _TOOL_SIGNS = {
     "<start_of_turn>": "gemma",
     "dictionary of argument name and its value": "llama3",  # 3.2 has no tag, and says so in its prompt, as some of Gemma's do
 }
-_REASONING_SIGNS = {
-    "<|channel|>": HARMONY, "<|open|>": "kimi3", "<|channel>": "gemma4", "[THINK]": "mistral", "<think>": "think",
-}  # fmt: skip
+_REASONING_SIGNS = {"<|channel|>": HARMONY, "[THINK]": "mistral", "<think>": "think"}
 
 
 def markers_of(tools: str | None, reasoning: str | None) -> tuple[str, ...]:
@@ -84,8 +72,7 @@ def markers_of(tools: str | None, reasoning: str | None) -> tuple[str, ...]:
     if HARMONY in (tools, reasoning):
         return HARMONY_MARKERS
     thought = () if reasoning is None else (REASONING[reasoning].open, REASONING[reasoning].close)
-    blocks = _blocks(tools, reasoning)
-    return (*thought, *(() if blocks is None else blocks.markers))
+    return (*thought, *(() if tools is None else TOOLS[tools].markers))
 
 
 def tools_of(template: str) -> str | None:
@@ -106,8 +93,7 @@ def parser_for(tools: str | None, reasoning: str | None, *, prompt_end: str = ""
     """For one answer, of formats by name. `prompt_end` may have opened the reasoning."""
     if HARMONY in (tools, reasoning):
         return HarmonyParser(tools=tools == HARMONY)
-    blocks = _blocks(tools, reasoning)
-    rest: Parser = Plain() if blocks is None else BlockParser(blocks, texts)
+    rest: Parser = Plain() if tools is None else BlockParser(TOOLS[tools], texts)
     if reasoning is None:
         return rest
     around = REASONING[reasoning]
@@ -126,11 +112,3 @@ def thoughts_for(tools: str | None, reasoning: str | None, *, prompt_end: str) -
 
 def opens(around: Reasoning, prompt_end: str) -> bool:
     return prompt_end.rstrip().endswith(around.open)
-
-
-def _blocks(tools: str | None, reasoning: str | None) -> Blocks | None:
-    """What is looked for in an answer. Where no calls are, markers around content still are no part of it."""
-    if tools is not None:
-        return TOOLS[tools]
-    same = TOOLS.get(reasoning or "")
-    return replace(same, closes={}, starts=()) if same is not None and same.drops else None

@@ -2,83 +2,37 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from stepwell.server.api.parsing.pieces import Call
-from stepwell.server.api.parsing.source import SPACE, ReadCalls, Reading, Source, Texts
+from stepwell.server.api.parsing.source import SPACE, Reading, Source, Texts
 
-_GEMMA_QUOTES = ('<|"|>', "<escape>")
+_GEMMA_QUOTE = "<escape>"
 _NAME = re.compile(r"[^\s<>{}\[\]\"]+")
-_ATTRIBUTE = re.compile(r'(?<!\w)(\w+)="([^"]*)"')  # looked for once in each word, so that long ones take no longer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tags:
-    """A call, its parameters within it, each with a head that names it."""
-
-    call: str
-    behind_call: str
-    parameter: str
-    behind_parameter: str
-    behind_head: str
-    name: Callable[[str], str]  # of a call, from its head
-    key: Callable[[str], tuple[str, bool]]  # of a parameter, from its head, and whether it is text
-
-
-def tagged(tags: Tags) -> ReadCalls:
-    def read(source: Source, texts: Texts) -> Reading[None]:
-        while (yield from source.find(tags.call)):
-            head, _ = yield from source.until(tags.behind_head)
-            yield Call(name=_must_be(tags.name(head)), arguments="{")
-            comma = ""
-            while (yield from source.next_tag(tags.parameter, tags.behind_call)) == tags.parameter:
-                head, _ = yield from source.until(tags.behind_head)
-                key, is_text = tags.key(head)
-                prefix, comma = f"{comma}{_quoted(key)}: ", ", "
-                if is_text:
-                    yield Call(arguments=f'{prefix}"')
-                    yield from source.text(tags.behind_parameter)
-                    yield Call(arguments='"')
-                else:
-                    value, _ = yield from source.raw(tags.behind_parameter)
-                    yield Call(arguments=prefix + _as_json(value))
-            yield Call(arguments="}", ends=True)
-
-    return read
-
-
-def _dsml_key(head: str) -> tuple[str, bool]:
-    key, _, kind = head.partition('"')
-    return key, kind.strip() != 'string="false"'
-
-
-def _attributes(head: str) -> dict[str, str]:
-    return {name: html.unescape(value) for name, value in _ATTRIBUTE.findall(head)}
-
-
-def _kimi3_key(head: str) -> tuple[str, bool]:
-    found = _attributes(head)
-    return found.get("key", ""), found.get("type", "string") == "string"
-
-
-dsml = tagged(
-    Tags(
-        call='<｜DSML｜invoke name="', behind_call="</｜DSML｜invoke>", parameter='<｜DSML｜parameter name="',
-        behind_parameter="</｜DSML｜parameter>", behind_head=">", name=lambda head: head.removesuffix('"'), key=_dsml_key,
-    )
-)  # fmt: skip
-kimi3 = tagged(
-    Tags(
-        call="<|open|>call ", behind_call="<|close|>call<|sep|>", parameter="<|open|>argument ",
-        behind_parameter="<|close|>argument<|sep|>", behind_head="<|sep|>",
-        name=lambda head: _attributes(head).get("tool", ""), key=_kimi3_key,
-    )
-)  # fmt: skip
+def dsml(source: Source, texts: Texts) -> Reading[None]:
+    """`<invoke name="f"><parameter name="key" string="true">value</parameter></invoke>`, each tag with DeepSeek's mark."""
+    parameter, behind_call = '<｜DSML｜parameter name="', "</｜DSML｜invoke>"
+    behind_parameter = "</｜DSML｜parameter>"
+    while (yield from source.find('<｜DSML｜invoke name="')):
+        head, _ = yield from source.until(">")
+        yield Call(name=_must_be(head.removesuffix('"')), arguments="{")
+        comma = ""
+        while (yield from source.next_tag(parameter, behind_call)) == parameter:
+            head, _ = yield from source.until(">")
+            key, _, kind = head.partition('"')
+            prefix, comma = f"{comma}{_quoted(key)}: ", ", "
+            if kind.strip() != 'string="false"':
+                yield Call(arguments=f'{prefix}"')
+                yield from source.text(behind_parameter)
+                yield Call(arguments='"')
+            else:
+                value, _ = yield from source.raw(behind_parameter)
+                yield Call(arguments=prefix + _as_json(value))
+        yield Call(arguments="}", ends=True)
 
 
 def qwen_coder(source: Source, texts: Texts) -> Reading[None]:
@@ -143,8 +97,8 @@ def glm(source: Source, texts: Texts) -> Reading[None]:
         yield Call(arguments="}", ends=True)
 
 
-def gemma4(source: Source, texts: Texts) -> Reading[None]:
-    """`call:name{key:<|"|>text<|"|>,other:3}`, as Gemma 4 writes it, and FunctionGemma with other quotes."""
+def function_gemma(source: Source, texts: Texts) -> Reading[None]:
+    """`call:name{key:<escape>text<escape>,other:3}`"""
     while (yield from source.find("call:")):
         name, _ = yield from source.until("{", consume=False)
         yield Call(name=_must_be(name.strip()))
@@ -157,9 +111,9 @@ def _literal(source: Source) -> Reading[None]:
         yield from _members(source, "{", "}", named=True)
     elif first == "[":
         yield from _members(source, "[", "]", named=False)
-    elif quote := (yield from _quote(source)):
+    elif (yield from _quote(source)):
         yield Call(arguments='"')
-        yield from source.text(quote)
+        yield from source.text(_GEMMA_QUOTE)
         yield Call(arguments='"')
     else:
         value = yield from source.value()
@@ -183,23 +137,20 @@ def _members(source: Source, begin: str, end: str, *, named: bool, ends: bool = 
 
 
 def _key(source: Source) -> Reading[str]:
-    if quote := (yield from _quote(source)):
-        key, _ = yield from source.until(quote)
+    if (yield from _quote(source)):
+        key, _ = yield from source.until(_GEMMA_QUOTE)
         yield from source.until(":")
         return key
     key, _ = yield from source.until(":")
     return key.strip(f'{SPACE}"')
 
 
-def _quote(source: Source) -> Reading[str]:
-    """Goes behind a quote where one stands, and returns it; nothing otherwise."""
-    if (yield from source.peek()) != "<":
-        return ""
-    for quote in _GEMMA_QUOTES:
-        if (yield from source.peek(len(quote))) == quote:
-            yield from source.must_have(quote)
-            return quote
-    return ""
+def _quote(source: Source) -> Reading[bool]:
+    """Goes behind a quote where one stands, and returns whether it did."""
+    if (yield from source.peek(len(_GEMMA_QUOTE))) != _GEMMA_QUOTE:
+        return False
+    yield from source.must_have(_GEMMA_QUOTE)
+    return True
 
 
 def _must_be(text: str) -> str:

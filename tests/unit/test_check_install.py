@@ -41,9 +41,9 @@ def test_all_python_versions_that_the_package_allows_are_checked(check: Any) -> 
 def test_all_that_the_makefile_installs_is_checked() -> None:
     lists = [path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("install/*.txt"), *ROOT.glob("benchmarks/peers/*.txt")]]
     recipe = MAKEFILE.partition("\ncheck-install:")[2].partition("\n\n")[0]
-    assert not [name for name in [*lists, "tests/vllm/requirements.txt", "$(EXTRAS),ui-test"] if name not in recipe]
+    assert not [name for name in [*lists, "tests/vllm/requirements.txt", "$(EXTRAS),ui-test,docs"] if name not in recipe]
     extras = re.search(r"^EXTRAS := (.*)$", MAKEFILE, re.MULTILINE)
-    assert extras is not None and set(re.findall(r"'\.\[(.*?)\]'", MAKEFILE)) == {"$(EXTRAS)", "ui-test"}
+    assert extras is not None and set(re.findall(r"'\.\[(.*?)\]'", MAKEFILE)) == {"$(EXTRAS)", "ui-test", "docs"}
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def ahead_router(peers: Peers, served: Served) -> APIRouter:
 
     @router.post("/handover/ahead")
     async def ahead(request: Request) -> dict[str, int]:
+        """Which part of a prompt a decode server can fetch now. Sent by a prefill server."""
         body, _ = await read_body(served, request, Told)
         served.must_fit(body.tokens, max_tokens=None, param="tokens")
         if places.locked():

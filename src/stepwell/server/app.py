@@ -61,10 +61,12 @@ def _models_router(served: Served) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """The model's names and `max_model_len`."""
         return {"object": "list", "data": [{"id": name, **card} for name in served.names]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
+        """One name of the model."""
         return {"id": served.called(name), **card}
 
     return router
@@ -75,6 +77,7 @@ def _metrics_router(served: Served) -> APIRouter:
 
     @router.api_route("/metrics", methods=["GET", "HEAD"])
     async def metrics() -> Response:
+        """All series, in Prometheus' text form."""
         return Response(await asyncio.to_thread(served.metrics.page), media_type=CONTENT_TYPE_LATEST)
 
     return router

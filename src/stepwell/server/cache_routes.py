@@ -88,15 +88,19 @@ def question_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
 
     @router.get("/cache", dependencies=[watching(principals)])
     async def state(request: Request) -> dict[str, Any]:
+        """Tiers, requests, store and counters of all callers together; what each tenant has in memory."""
         found = await served.call(lambda engine: _state(engine, served, stores))
         return {**found, "admin": principal_of(request).operates}  # whether orders of whoever asks would be taken
 
     @router.get("/cache/pins", dependencies=[owning(principals)])
     async def listed(request: Request) -> dict[str, Any]:
+        """Pins: a tenant sees its own, the admin token all."""
         return {"pins": await served.call(lambda engine: pins.shown(engine, principal_of(request)))}
 
     @router.post("/cache/explain", dependencies=[asking(principals)])
     async def explain(request: Request) -> dict[str, Any]:
+        """Why a prompt would resume where it would, and from which tier. Tenants ask about themselves; the admin token may name a
+        `tenant`."""
         body, size_bytes = await read_body(served, request, PromptBody)
         owner = _owner(served, request, body)
         tokens = await served.aside(size_bytes, lambda: _tokens(served, body))
@@ -116,22 +120,26 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
 
     @router.post("/cache/flush")
     async def flush(request: Request) -> dict[str, Any]:
+        """Empties device and host memory, or what `tenant` and `cache_salt` name of it. The store keeps its values."""
         body, _ = await read_body(served, request, FlushBody)
         owner = _owner(served, request, body)
         return await served.call(lambda engine: _flush(engine, pins, owner, body.cache_salt))
 
     @router.post("/cache/audit")
     async def audit() -> dict[str, Any]:
+        """Checks the bookkeeping of memory. `clean` is true, or `says` names the bug. Nothing is computed meanwhile."""
         return await served.call(_audited)
 
     @router.post("/cache/store")
     async def attach(request: Request) -> dict[str, Any]:
+        """Attaches a store."""
         body, _ = await read_body(served, request, StoreBody)
         await asyncio.shield(asyncio.wrap_future(stores.attach(body.store, body.options)))
         return {"store": body.store, "state": "attached"}
 
     @router.delete("/cache/store")
     async def detach() -> Response:
+        """Detaches the store, once what is on the host is stored."""
         closed = await asyncio.shield(asyncio.wrap_future(stores.detach()))
         closing = asyncio.wrap_future(closed)
         done, _ = await asyncio.wait({closing}, timeout=_DETACH_WAIT_S)
@@ -143,6 +151,7 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
 
     @router.post("/cache/pins")
     async def pin(request: Request) -> dict[str, Any]:
+        """Pins what is cached of a prompt, for `ttl_s`."""
         body, size_bytes = await read_body(served, request, PinBody)
         owner = _owner(served, request, body)
         must_be_within_ttl(owner, body.ttl_s, param="ttl_s")
@@ -151,6 +160,7 @@ def order_router(served: Served, stores: Stores, pins: Pins) -> APIRouter:
 
     @router.delete("/cache/pins/{number}")
     async def unpin(number: int) -> dict[str, Any]:
+        """Releases a pin."""
         if not await served.call(lambda engine: pins.release(engine, number)):
             raise ApiError(404, f"there is no pin {number}, or it ran out", param="id", code="pin_not_found")
         return {"id": number, "released": True}

@@ -224,6 +224,7 @@ def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
 
     @router.get("/handover/{number}")
     async def listing(number: str) -> Response:
+        """What a prefill server offers of a prompt."""
         found = offers.listing(number)
         if found is None:
             raise ApiError(404, "there is no such offer, or it has run out", code="offer_not_found")
@@ -231,6 +232,7 @@ def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
 
     @router.delete("/handover/{number}")
     async def end(number: str) -> dict[str, bool]:
+        """Ends an offer."""
         return {"ended": await offers.end(loop, number)}
 
     return router

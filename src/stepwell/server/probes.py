@@ -32,11 +32,13 @@ def probe_router(served: Served, door: Door) -> APIRouter:
 
     @router.api_route("/health", methods=_PROBED_BY)
     async def health() -> dict[str, Any]:
+        """Whether the process answers and the engine's thread runs."""
         _must_live(served)
         return {"status": "ok", "model": served.name}
 
     @router.api_route("/ready", methods=_PROBED_BY)
     async def ready() -> dict[str, Any]:
+        """Whether requests may be sent."""
         _must_live(served)
         if door.closed_at_s is not None:
             raise ApiError(503, "the server is stopping: ask another one, or again later", type=SERVER, code="unavailable")
@@ -46,6 +48,7 @@ def probe_router(served: Served, door: Door) -> APIRouter:
 
     @router.get("/v1/loads", dependencies=[] if served.open_metrics else [watching(served.principals)])
     async def loads() -> dict[str, Any]:
+        """Requests, memory and speed, in SGLang's form, for routers."""
         _must_live(served)
         load = served.load.read(arriving=served.loop.num_arriving)
         at = datetime.now(UTC).isoformat()
@@ -53,6 +56,7 @@ def probe_router(served: Served, door: Door) -> APIRouter:
 
     @router.get("/get_server_info", dependencies=keyed)
     async def server_info() -> dict[str, Any]:
+        """Version, context length and the most requests at once."""
         load = served.load.read(arriving=0)
         return {
             "version": __version__,
@@ -68,10 +72,12 @@ def probe_router(served: Served, door: Door) -> APIRouter:
 
         @router.get("/version", dependencies=keyed)
         async def version() -> dict[str, Any]:
+            """This program's version; not with `--hide-version`."""
             return {"version": __version__}
 
     @router.get("/model_info", dependencies=keyed)
     async def model_info() -> dict[str, Any]:
+        """What the model can do."""
         return {"is_generation": True, "has_image_understanding": False, "has_audio_understanding": False}
 
     return router

@@ -48,6 +48,7 @@ def chat_router(served: Served) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
+        """Answers a conversation, as OpenAI's API does."""
         return await answer(request, served, ChatBody, unknown, chat_asks, chat_form)
 
     return router

@@ -26,6 +26,7 @@ def completions_router(served: Served) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
+        """Completes a prompt, as OpenAI's API does."""
         return await answer(request, served, CompletionBody, unknown, _asks, _form)
 
     return router

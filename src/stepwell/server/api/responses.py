@@ -97,6 +97,7 @@ def responses_router(served: Served) -> APIRouter:
 
     @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
+        """Answers a conversation, as OpenAI's Responses API does. Nothing is kept."""
         body, size_bytes = await read_body(served, request, ResponsesBody)
         model, chat, principal = served.called(body.model), _chat(body), principal_of(request)
         with _naming_fields():

@@ -39,18 +39,21 @@ def tokens_router(served: Served) -> APIRouter:
 
     @router.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
+        """Token ids of a `prompt` or of `messages`."""
         body, size_bytes = await read_body(served, request, TokenizeBody)
         served.called(body.model)
         return await served.aside(size_bytes, lambda: _tokenized(served, body))
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
+        """Text of token ids."""
         body, size_bytes = await read_body(served, request, DetokenizeBody)
         served.called(body.model)
         return await served.aside(size_bytes, lambda: {"prompt": served.decode(body.tokens, param="tokens", special=True)})
 
     @router.post("/v1/embeddings")
     async def embeddings() -> None:
+        """Refused: this server generates text."""
         message = "this server generates text and makes no embeddings: ask a server of an embedding model"
         raise ApiError(400, message, code="unsupported_endpoint")
 

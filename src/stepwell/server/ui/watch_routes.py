@@ -42,15 +42,18 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
 
     @router.get("/cache/history")
     async def history() -> Response:
+        """The last hour, a sample every 5 s: prompt tokens by source, answer tokens, memory, requests."""
         return JSONResponse(await served.call(lambda engine: served.history.read()))  # numbers by the thousand, as they are
 
     @router.get("/cache/requests")
     async def requests(request: Request) -> dict[str, Any]:
+        """Up to 50 requests in progress: how far they are, never their text. Those with a salt need the admin token."""
         all_of_them = principal_of(request).operates
         return await served.call(lambda engine: _requests(engine, salted=all_of_them))
 
     @router.get("/cache/tree")
     async def tree(request: Request) -> dict[str, Any]:
+        """The largest stretches of cached paths and the cost of computing them; checkpoints, and why they were left."""
         all_of_it = principal_of(request).operates
         async with surveying:
             since_s, found = surveys.get(all_of_it, (float("-inf"), {}))
@@ -61,6 +64,7 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
 
     @router.get("/cache/store")
     async def store(request: Request) -> dict[str, Any]:
+        """The store's state and size. Its largest namespaces need the admin token."""
         state = await served.call(read_state)
         size, spaces = await asyncio.to_thread(_held, state.attached, list_spaces=principal_of(request).operates)
         return {

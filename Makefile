@@ -16,7 +16,7 @@ WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster clean test check-install lint types floors checks quick deep test-all test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-copies bench-store bench-opening bench-engine bench-passes bench-answers bench-guided bench-gpu bench-connectors bench-rows bench-checkpoints bench-sparse sparse-quality bench-ranks bench-cluster bench-serve bench-first-requests bench-start bench-restart policy-report soak screenshots build-kernels bench-tree-peer
+.PHONY: help demo demo-cluster clean test check-install lint types floors checks quick deep test-all test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-store bench-opening bench-engine bench-gpu bench-connectors bench-sparse bench-ranks bench-serve bench-first-requests bench-start policy-report soak screenshots build-kernels bench-tree-peer
 
 ##@ Start
 
@@ -34,7 +34,7 @@ demo-cluster: ## Prefill and decode servers behind a router over Mooncake; one i
 	@$(MAKE) -s $(STAMP)
 	@$(MAKE) -s $(HYBRID) || echo "==> the weights could not be installed; continuing with random ones"
 	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
-	@$(BIN)/stepwell demo-cluster --router .venv-smg/bin/smg
+	@PYTHONPATH=examples $(BIN)/python -m demo_cluster --router .venv-smg/bin/smg
 
 clean: ## Remove what was built here
 	rm -rf $(VENV) .venv-* build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .floors.log
@@ -142,10 +142,7 @@ test-vllm-quick: ## A part of test-vllm: every family resumes in a second proces
 bench-tree: $(STAMP) ## Lookup, commit and eviction, compared with SGLang's trees
 	@$(BIN)/python benchmarks/bench_tree.py $(ARGS)
 
-bench-copies: $(STAMP) ## Page copies between host and device
-	@$(BIN)/python benchmarks/bench_copies.py $(ARGS)
-
-bench-store: $(STAMP) ## The stores, compared with the disk, SGLang's files and Mooncake (ARGS="--ours")
+bench-store: $(STAMP) ## The log and the shared log, compared with the disk they lie on
 	@$(BIN)/python benchmarks/bench_store.py $(ARGS)
 
 bench-opening: $(STAMP) ## Opening a log of a million values, also after kill -9 (5 GB of disk)
@@ -154,40 +151,17 @@ bench-opening: $(STAMP) ## Opening a log of a million values, also after kill -9
 bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, decoding compared with transformers
 	@$(BIN)/python benchmarks/bench_engine.py $(ARGS)
 
-bench-passes: $(STAMP) ## The host's work between passes of prompts, on a simulated device
-	@$(BIN)/python benchmarks/bench_passes.py $(ARGS)
-
-bench-answers: $(STAMP) ## What cached answers save agents whose next prompt repeats them
-	@$(BIN)/python benchmarks/bench_answers.py $(ARGS)
-
-bench-guided: $(STAMP) ## The cost of constrained decoding, by llguidance and by xgrammar
-	@$(BIN)/python benchmarks/bench_guided.py $(ARGS)
-
 bench-gpu: $(STAMP) ## The engine on a GPU, compared with the hardware and transformers (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
 bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLang (ARGS="--engines sglang")
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
-bench-rows: $(STAMP) ## What rows in eight bits lose, compared with bf16
-	@$(BIN)/python benchmarks/bench_rows.py $(ARGS)
-
-bench-checkpoints: $(STAMP) ## What checkpoints in eight bits do to logits (ARGS="--model PATH")
-	@$(BIN)/python benchmarks/bench_checkpoints.py $(ARGS)
-
 bench-sparse: $(STAMP) ## Sparse decode: rows missing, fetching them, what a server gains (ARGS="--only misses")
 	@$(BIN)/python benchmarks/bench_sparse.py $(ARGS)
 
-sparse-quality: $(STAMP) $(REAL) ## What Quest and ClusterKV lose by budget, on real weights (ARGS="--quick")
-	@$(BIN)/python benchmarks/sparse_quality.py $(ARGS)
-
-bench-ranks: $(STAMP) ## The cost of messages to two ranks; bytes per token at 1, 2 and 4 ranks
-	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.messages
-	@PYTHONPATH=benchmarks $(BIN)/python -m cluster.bytes_per_token
-
-bench-cluster: $(STAMP) ## Ranks and servers: messages, hand-over, hits behind a router (ARGS="--only transfer")
-	@PYTHON=$(PYTHON) benchmarks/peers/install_smg.sh
-	@$(BIN)/python benchmarks/bench_cluster.py --router .venv-smg/bin/smg $(ARGS)
+bench-ranks: $(STAMP) ## The cost of messages to two ranks
+	@PYTHONPATH=benchmarks $(BIN)/python benchmarks/bench_ranks.py
 
 bench-serve: $(STAMP) ## The server under load over HTTP, tiers on and off (ARGS="--quick")
 	@$(BIN)/python benchmarks/bench_serve.py $(ARGS)
@@ -198,10 +172,7 @@ bench-first-requests: $(STAMP) ## First tokens after a restart: computed, fetche
 bench-start: $(STAMP) ## How long the server takes to start, part by part, without compiled kernels and with them (GPU)
 	@$(BIN)/python benchmarks/bench_start.py $(ARGS)
 
-bench-restart: $(STAMP) ## A question set cold and after a restart, over the log and over Mooncake
-	@$(BIN)/python benchmarks/bench_restart.py $(ARGS)
-
-policy-report: $(STAMP) ## Every policy, compared with an offline reference (TRACES="..." JOBS=N)
+policy-report: $(STAMP) ## Hit rates of our policy, LRU and others by size (TRACES="..." JOBS=N)
 	@$(BIN)/python benchmarks/policy_report.py $(if $(TRACES),--traces $(TRACES)) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
 
 soak: $(STAMP) ## Two servers over one log for 30 minutes while they are killed (ARGS="--minutes 2")
@@ -233,5 +204,5 @@ screenshots: $(UI) ## The pictures of /ui in docs/images, from a small busy serv
 build-kernels: $(STAMP) ## Compile FlashInfer's kernels for bench-gpu and tests/gpu (stepwell[cuda], nvcc)
 	@$(BIN)/stepwell build-kernels $(ARGS)
 
-bench-tree-peer: ## Install SGLang, which bench-tree and bench-store measure against
+bench-tree-peer: ## Install SGLang, which bench-tree is compared with
 	@PYTHON=$(PYTHON) benchmarks/peers/install_sglang.sh

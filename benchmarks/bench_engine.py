@@ -25,9 +25,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engine.machine import machine
 from engine.texts import prompt_of
 from engine.timing import TIERS, answer_time, decode_times, first_token_times
+from report import machine
 
 ROOT = Path(__file__).parents[1]
 GOAL_WARM, GOAL_COST, GOAL_DECODE = 5.0, 1.03, 2.0

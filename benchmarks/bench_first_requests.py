@@ -27,10 +27,9 @@ import torch
 from rich.console import Console
 
 from engine.driving import First, first_token, settle
-from engine.machine import machine
 from engine.models import held
-from gpu.report import Goal, Row, goals_of, table_of
 from gpu.shapes import SHALLOW, make
+from report import Goal, Row, goals_of, machine, table_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.engine import Engine, EngineConfig, Limits, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
@@ -38,7 +37,7 @@ from stepwell.engine.start_pass import measure_speed
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
 from stepwell.store.wrappers import Slow
-from store.load import chill, warm
+from store.page_cache import chill, warm
 
 ROOT = Path(__file__).parents[1]
 LENGTHS = (2_048, 8_192, 32_768, 60_000)

@@ -26,10 +26,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.machine import machine
-from gpu import connectors, copying, cost, decode, disk, guided, host, hybrids, prefill, room, sampling
+from gpu import copies, cost, decode, disk, guided, host, hybrids, prefill, room, sampling
 from gpu.bench import TINY_CHUNK, Bench, Budget
-from gpu.report import Row, goals_of, kernels_of, table_of
+from report import Row, goals_of, kernels_of, machine, table_of
 
 ROOT = Path(__file__).parents[1]
 CHUNK_TOKENS = 8192
@@ -48,9 +47,8 @@ PARTS = {
     "hybrids": Part(title="Decode steps of hybrid and sparse models", seconds=200, measure=hybrids.measure),
     "sampling": Part(title="Tokens chosen from logits", seconds=20, measure=sampling.measure),
     "guided": Part(title="Answers that follow a grammar", seconds=40, measure=guided.measure),
-    "copies": Part(title="Page copies, beside the bus", seconds=40, measure=copying.measure_copies),
-    "connectors": Part(title="Blocks of vLLM to and from the host", seconds=30, measure=connectors.measure),
-    "beside": Part(title="Passes while pages are copied both ways", seconds=20, measure=copying.measure),
+    "copies": Part(title="Page copies, compared with the bus", seconds=40, measure=copies.measure_copies),
+    "traffic": Part(title="Passes while pages are copied both ways", seconds=20, measure=copies.measure_passes),
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),
     "hidden": Part(title="Load behind new tokens", seconds=25, measure=host.measure_hidden),
     "disk": Part(title="First token from the disk", seconds=35, measure=disk.measure),

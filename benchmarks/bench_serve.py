@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.machine import machine
+from report import machine
 from serve.arrivals import Arrival, Load, from_file, made_up
 from serve.figures import OUTCOMES, PERCENTILES, different, fell_behind, figures
 from serve.open_loop import Played, client, play

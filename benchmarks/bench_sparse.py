@@ -33,8 +33,7 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
-from engine.machine import machine
-from gpu.report import Goal, Row, goals_of, kernels_of, table_of
+from report import Goal, Row, goals_of, kernels_of, machine, table_of
 from sparse.hiding import measure_hiding, measure_staging
 from sparse.near import measure_near
 from sparse.rig import Rig, Shape, bus_bytes_per_s

@@ -28,9 +28,8 @@ from urllib.request import Request, urlopen
 import torch
 from rich.console import Console
 
-from engine.machine import machine
-from gpu.report import Row, table_of
 from gpu.shapes import QWEN, make
+from report import Row, machine, table_of
 from stepwell.jobs.children import start_child
 
 ROOT = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from engine.machine import machine
+from report import machine
 from soaking.servers_said import keep
 from soaking.soaked import Plan, Verdict, logs_in, soak
 from stepwell.base.units import format_bytes

@@ -37,7 +37,7 @@ from stepwell.cache.build import CacheTuning, layouts_for, numpy_memories
 from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import StoreTuning
 from stepwell.policy.value import ValuePolicy
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.store.api import Store, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.ticket import Ticket

@@ -16,8 +16,8 @@ import torch
 from rich.console import Console
 
 from engine.models import held
-from gpu.report import Row
 from gpu.shapes import Made, make
+from report import Row
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.engine import Engine, EngineConfig, Limits, build_engine

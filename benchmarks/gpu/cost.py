@@ -13,9 +13,9 @@ import time
 from engine.device_queue import Watched
 from engine.driving import run, settle
 from gpu.bench import Bench
-from gpu.report import Goal, Row
 from gpu.requests import warm_up
 from gpu.shapes import QWEN
+from report import Goal, Row
 from stepwell.engine import Ask, Engine, Sampling
 
 BATCH, LENGTH, ANSWER = 8, 4096, 64

@@ -11,9 +11,9 @@ from functools import partial
 from engine.driving import settle
 from gpu.bench import Bench
 from gpu.limits import step_limit_s, weight_bytes
-from gpu.report import Goal, Row
 from gpu.requests import SPARE_TOKENS, Steady, prefill_s, warm_up
 from gpu.shapes import LLAMA, QWEN
+from report import Goal, Row
 from stepwell.base.ids import Tier
 from stepwell.engine import Engine
 

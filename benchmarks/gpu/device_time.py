@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gpu.report import KernelTime
+from report import KernelTime
 
 COPIES = ("Memcpy", "Memset")
 MOST_KERNELS = 12

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from engine.driving import first_token, leave_in, settle
 from gpu.bench import Bench
 from gpu.limits import file_bytes_per_s
-from gpu.report import Goal, Row
 from gpu.requests import warm_up
 from gpu.shapes import QWEN
+from report import Goal, Row
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.tiers.lease import Sources
-from store.load import chill
+from store.page_cache import chill
 
 LENGTH = 32_768
 ROUNDS = 3

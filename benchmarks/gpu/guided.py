@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Inner
 
 from engine.made_up_words import tokenizer_of, words
 from gpu.bench import Bench
-from gpu.report import Row
 from gpu.requests import Steady, warm_up
 from gpu.shapes import LLAMA
+from report import Row
 from stepwell.engine.engine import Engine
 from stepwell.engine.loading.tokenizer import Tokenizer
 from stepwell.engine.requests.guided import Grammar, Guide, Kind

@@ -13,9 +13,9 @@ from unittest.mock import patch
 from engine.driving import First, first_token, leave_in, settle
 from gpu.bench import Bench
 from gpu.limits import bus_bytes_per_s
-from gpu.report import Goal, Row
 from gpu.requests import Steady, warm_up
 from gpu.shapes import QWEN
+from report import Goal, Row
 from stepwell.engine import Engine
 from stepwell.tiers import resume_depth
 

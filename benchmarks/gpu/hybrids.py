@@ -7,9 +7,9 @@ import statistics
 from gpu.bench import Bench
 from gpu.device_time import longest, profiled
 from gpu.limits import step_limit_s, weight_bytes
-from gpu.report import Goal, KernelTime, Row
 from gpu.requests import Steady, prefill_s, warm_up
 from gpu.shapes import HYBRIDS, Made
+from report import Goal, KernelTime, Row
 from stepwell.engine import EngineConfig
 
 BATCH, CONTEXT = 8, 8192

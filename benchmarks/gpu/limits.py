@@ -15,7 +15,7 @@ import torch
 from gpu.shapes import Made
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.shapes import Point, Prefix, Window
-from store.load import chill
+from store.page_cache import chill
 
 MEMORY_BYTES_PER_S = 4.0e12  # of an H200, as far as kernels reach
 _BLOCK = 8 << 20

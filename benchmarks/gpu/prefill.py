@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gpu.bench import Bench
-from gpu.report import Goal, Row
 from gpu.requests import prefill_s, warm_up
 from gpu.shapes import DENSE, Made
+from report import Goal, Row
 from stepwell.engine import Engine
 
 LENGTHS, BATCHES = (8192, 32_768), (1, 8)

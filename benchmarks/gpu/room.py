@@ -10,9 +10,9 @@ import statistics
 
 from engine.driving import first_token, settle
 from gpu.bench import Bench
-from gpu.report import Row
 from gpu.requests import warm_up
 from gpu.shapes import LLAMA
+from report import Row
 from stepwell.base.config import WritePolicy
 from stepwell.base.ids import Tier
 from stepwell.engine.engine import Engine

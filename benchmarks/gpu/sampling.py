@@ -12,7 +12,7 @@ import torch
 from gpu.bench import Bench
 from gpu.device_time import median_us
 from gpu.limits import MEMORY_BYTES_PER_S
-from gpu.report import Goal, Row
+from report import Goal, Row
 from stepwell.engine.ops.drawing import Draw, Pick, pick
 from stepwell.engine.ops.kernels import choose_kernels
 

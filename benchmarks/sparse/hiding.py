@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu.report import Goal, Row
+from report import Goal, Row
 from sparse.rig import REPEATS, STEPS, Rig, Shape, kernels_of
 from stepwell.engine.passes.beside import Beside
 from stepwell.engine.passes.rows import PLAIN, LayerPlaces, Rows, Tiled

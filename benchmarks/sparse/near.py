@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpu.report import Row
+from report import Row
 from sparse.rig import REPEATS, STEPS, WARM, Rig, Shape, kernels_of
 from stepwell.engine.ops.kernels import choose_kernels
 from stepwell.engine.passes.near import nearly

@@ -19,9 +19,9 @@ import torch
 from engine.driving import settle, step
 from engine.models import held
 from gpu.device_time import longest, profiled
-from gpu.report import KernelTime
 from gpu.requests import LEAST_SHARE
 from gpu.shapes import Made
+from report import KernelTime
 from sparse.overlap import Shares, shares_of
 from sparse.traced import Contexts, TracedSelect, Traces
 from stepwell.base.ids import Kind

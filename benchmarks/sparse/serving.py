@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 
-from gpu.report import Goal, Row
 from gpu.shapes import make
+from report import Goal, Row
 from sparse.served import Measured, Served, Sizes, Unsteady
 from sparse.traced import Traces, traces
 

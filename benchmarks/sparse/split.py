@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from gpu.report import Row
+from report import Row
 from sparse.hiding import LATENT, ROTATED, SMALL, Work
 from sparse.rig import STEPS, Rig, Shape, kernels_of
 from stepwell.engine.passes.beside import Beside

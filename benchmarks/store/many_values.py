@@ -1,7 +1,7 @@
-"""What a full log costs by the number of its values: a put of a tenant at its quota, and the choice of a segment to reclaim.
+"""The cost of a full log by the number of its values: a put of a tenant at its quota, and the choice of a segment to reclaim.
 
-Values are small and stand on each other in chains of 64, of all three levels, in segments of the same size at any number of
-values. While the puts and the reclaims go on, another thread asks for values of another tenant.
+Values are small, stand on each other in chains of 64, have all three levels, and lie in segments of one size. During the puts and
+the reclaims another thread asks for values of another tenant.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from report import Goal, Row
 from stepwell.base.ids import Level
 from stepwell.base.meters import SystemClock
 from stepwell.store.api import NO_PARENT, Space, Write
@@ -34,51 +33,28 @@ DISK_BYTES = 640  # of a value: its place in a segment, in a snapshot and in the
 BOB, ALICE = Space(digest=b"b" * 32, tenant="bob"), Space(digest=b"a" * 32, tenant="alice")
 PUTS, RECLAIMED = 200, 40
 GOAL = 2.0  # times the cost at the smallest number of values
+PUT, CHOICE = "put at a quota, CPU ms", "choice of a segment, CPU ms"
 
-Row = dict[str, Any]
 
-
-def measure(where: Path, step: Callable[[str], None]) -> list[Row]:
-    """One row for each number of values."""
-    where.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for count in COUNTS:
+def measure(where: Path, say: Callable[[str], object]) -> list[Row]:
+    """One row for each number of values; its goals are judged against the first."""
+    rows: list[Row] = []
+    first: dict[str, float] = {}
+    for number in COUNTS:
+        say(f"a log of {number:,} values ...")
         with (
             tempfile.TemporaryDirectory(prefix="bench-store-", dir=where) as directory,
-            closing(_opened(Path(directory), count)) as log,
+            closing(_opened(Path(directory), number)) as log,
         ):
-            written = _fill(log, count)
-            rows.append({"values": log.stat().values, **_puts(log), **_choices(log, written)})
-        step(f"{count:,} values")
+            written = _fill(log, number)
+            figures = _puts(log) | _choices(log, written)
+            what = f"{log.stat().values:,} values"
+        first = first or figures
+        rows.append(Row(what=what, figures=figures))
+        for name in (PUT, CHOICE):
+            goal = Goal(value=figures[name] / first[name], limit=GOAL, most=True)
+            rows += [Row(what=f"{what}, {name}, compared with the first", goal=goal)] if number == COUNTS[-1] else []
     return rows
-
-
-def table(rows: list[Row]) -> Table:
-    out = Table(title="A full log by the number of its values, ms", caption="CPU time of the writer; waits are the longest, wall")
-    for column in (
-        "values",
-        "put at a quota",
-        "longest question meanwhile",
-        "choice of a segment",
-        "longest",
-        "longest question",
-    ):
-        out.add_column(column, justify="right")
-    columns = ("put_ms", "put_asked_ms", "choice_ms", "choice_most_ms", "reclaim_asked_ms")
-    for row in rows:
-        out.add_row(f"{row['values']:,}", *(f"{row[column]:.2f}" for column in columns))
-    return out
-
-
-def goals(rows: list[Row]) -> list[tuple[str, bool, str]]:
-    first, last = rows[0], rows[-1]
-    found = []
-    for what, name in (("put_ms", "a put at its quota"), ("choice_ms", "the choice of a segment")):
-        times = last[what] / first[what]
-        found.append(
-            (f"{name}, {last['values']:,} values: within {GOAL:.0f}x", times <= GOAL, f"{times:.2f}x of {first['values']:,}")
-        )
-    return found
 
 
 def _opened(directory: Path, count: int) -> LogStore:
@@ -108,9 +84,9 @@ def _fill(log: LogStore, count: int) -> int:
     return written
 
 
-def _puts(log: LogStore) -> Row:
+def _puts(log: LogStore) -> dict[str, float]:
     first = 10**9
-    log.write_from(ALICE, _writes(ALICE, first, 2 * QUOTA_BYTES // (3 * VALUE_BYTES)))  # alice has all she may have from here on
+    log.write_from(ALICE, _writes(ALICE, first, 2 * QUOTA_BYTES // (3 * VALUE_BYTES)))  # alice is at her quota from here on
     wall_s, cpu_s = list[float](), list[float]()
     with _asking(log) as asked_s:
         for at in range(PUTS):
@@ -120,13 +96,12 @@ def _puts(log: LogStore) -> Row:
             wall_s.append(time.perf_counter() - wall)
             cpu_s.append(time.thread_time() - cpu)
     return {
-        "put_ms": statistics.median(cpu_s) * 1e3,
-        "put_wall_ms": statistics.median(wall_s) * 1e3,
-        "put_asked_ms": max(asked_s) * 1e3,
-    }
+        PUT: statistics.median(cpu_s) * 1e3, "by the clock": statistics.median(wall_s) * 1e3,
+        "longest question meanwhile": max(asked_s) * 1e3,
+    }  # fmt: skip
 
 
-def _choices(log: LogStore, first: int) -> Row:
+def _choices(log: LogStore, first: int) -> dict[str, float]:
     reclaim, took_s = log._writer.reclaim, list[float]()
     plan = reclaim._plan
 
@@ -143,10 +118,9 @@ def _choices(log: LogStore, first: int) -> Row:
             log.write_from(BOB, _writes(BOB, first, BATCH))
             first += BATCH
     return {
-        "choice_ms": statistics.median(took_s) * 1e3,
-        "choice_most_ms": max(took_s) * 1e3,
-        "reclaim_asked_ms": max(asked_s) * 1e3,
-    }
+        CHOICE: statistics.median(took_s) * 1e3, "the longest": max(took_s) * 1e3,
+        "longest question while reclaiming": max(asked_s) * 1e3,
+    }  # fmt: skip
 
 
 @contextmanager

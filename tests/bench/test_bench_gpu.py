@@ -17,8 +17,8 @@ import torch
 import bench_gpu
 from gpu import bench, room
 from gpu.limits import file_bytes_per_s, state_bytes, weight_bytes
-from gpu.report import Goal, Row
 from gpu.shapes import LLAMA, make
+from report import Goal, Row
 from stepwell import ModelSpec, Point, Prefix, StateSpec, Window
 
 

@@ -17,7 +17,7 @@ import torch
 
 import bench_sparse
 from gpu.device_time import Span, longest
-from gpu.report import KernelTime, Row, kernels_of
+from report import KernelTime, Row, kernels_of
 from sparse.overlap import Shares, shares_of
 from sparse.rig import Rig, Shape, trace_of
 from sparse.served import Measured

@@ -1,4 +1,4 @@
-"""Every test in this folder runs against a real master and real clients, inside a private network (as `demo_cluster` has it).
+"""Tests in this folder run against a real master and real clients, inside a private network (`examples/demo_cluster`).
 
 Seen from outside they are tests like any other; where no such network can be had they are skipped, and the run says why.
 Fixtures for tests: `cluster`, and `shared_cluster` for a whole class.
@@ -14,7 +14,7 @@ import pytest
 from inner_run import PIPES, InnerRun, obey, send
 from mooncake_cluster import Cluster
 
-from stepwell.cli.demo_cluster.private_network import why_not
+from demo_cluster.private_network import why_not
 
 HERE = Path(__file__).parent
 IS_INSIDE = PIPES in os.environ

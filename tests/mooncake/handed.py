@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from demo_cluster.private_network import HOST
 from parity.recorded import Played, Recorded
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.cli.demo_cluster.private_network import HOST
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import Lane, SharedHost, Shown, Wire

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from stepwell.cli.demo_cluster.private_network import inside
+from demo_cluster.private_network import inside
 from stepwell.jobs.children import start_child
 
 PIPES = "STEPWELL_INNER_RUN"  # set in the inner run: the file descriptors that orders come from and reports go to

@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from demo_cluster.private_network import HOST
 from processes import Peer, Process
-from stepwell.cli.demo_cluster.private_network import HOST
 from stepwell.store.mooncake.store import MooncakeStore
 from stepwell.store.registry import open_store
 from waiting import wait_until

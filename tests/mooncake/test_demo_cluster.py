@@ -1,4 +1,4 @@
-"""`stepwell demo-cluster` shows what it says: a decode server dies in an answer, and all answers are those of one server."""
+"""`make demo-cluster` shows what it says: a decode server dies in an answer, and all answers are those of one server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from demo_cluster.play import main
 from routers.fleet import SMG, installed
-from stepwell.cli.main import main
 
 pytestmark = [pytest.mark.routers, installed]
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.routers, installed]
 def test_a_killed_decode_server_changes_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "demo.json"
     options = ["--model", "random-hybrid", "--turns", "1", "--answer", "200", "--router", str(SMG), "--json", str(table)]
-    assert main(["demo-cluster", "--this-network", *options]) == 0
+    assert main(["--this-network", *options]) == 0
     first, second = json.loads(table.read_text())["turns"]
     assert (first["asked"], second["asked"]) == (1, 2), "the second answer was cut off, and came when it was asked for again"
     assert {first["answered_by"], second["answered_by"]} <= {"decode 1", "decode 2"}

@@ -16,8 +16,8 @@ from random import Random
 
 import pytest
 
+from demo_cluster.private_network import HOST
 from stepwell.base.meters import ManualClock
-from stepwell.cli.demo_cluster.private_network import HOST
 from stepwell.jobs.children import start_child
 from stepwell.server.handover import Offers
 from stepwell.store.api import Read, ReadOutcome, Space

@@ -25,7 +25,7 @@ from stepwell.cache.build import CacheTuning
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
 from stepwell.policy.placement import PlacementRules
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 
 ALIGNMENT_BYTES = 16
 EVICTIONS = {"value": None, "lru": LeastRecent()}  # None: as it ships

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from stepwell.cli.demo_cluster.parts import PAIRS, TAKEN_FOR
+from demo_cluster.parts import PAIRS, TAKEN_FOR
 from stepwell.jobs.children import start_child
 from waiting import PATIENCE_S, wait_until
 

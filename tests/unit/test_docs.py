@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-FOLDERS = ("src", "tests", "benchmarks", "deploy", "docs", "install", "tools", ".ci", ".github")
+FOLDERS = ("src", "tests", "benchmarks", "examples", "deploy", "docs", "install", "tools", ".ci", ".github")
 FILES = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 TESTS = "\n".join(path.read_text() for path in FILES if path.suffix == ".py" and path.is_relative_to(ROOT / "tests"))
 

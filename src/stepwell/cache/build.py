@@ -28,7 +28,6 @@ from stepwell.tiers.saving import write_back
 from stepwell.tiers.state import CacheState
 from stepwell.transfer.copy_engine import CopyEngine, NumpyCopyEngine, PageMemory, must_fit
 from stepwell.transfer.store_worker import HostPages
-from stepwell.tree.node import Checkpoint
 from stepwell.tree.tree import Tree
 
 COPY_TIMEOUT_S = (
@@ -44,7 +43,6 @@ class CacheTuning:
     copy_timeout_s: float = COPY_TIMEOUT_S
     eviction: ValuePolicy | None = None  # another order of eviction than the one that is learned
     placement: PlacementRules | None = None  # other rules than those that the settings make
-    on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = None  # told of each that is left on a path
     compute_while_loading: bool = False  # by measured speeds, the end of a prefix is computed rather than loaded
 
     def __post_init__(self) -> None:
@@ -157,7 +155,6 @@ def build_cache(
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),
         copy_timeout_s=tuning.copy_timeout_s,
-        on_checkpoint=tuning.on_checkpoint,
         compute_while_loading=tuning.compute_while_loading,
         reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,

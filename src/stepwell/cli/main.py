@@ -16,13 +16,13 @@ from typing import NoReturn
 from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.extras import install
-from stepwell.cli import build_kernels, demo, demo_cluster, doctor, explain, plan, replay, serve, spec, store, trace
+from stepwell.cli import build_kernels, demo, doctor, explain, plan, replay, serve, spec, store, trace
 from stepwell.cli.command import EXIT_USER_ERROR, Command
 from stepwell.cli.flags import with_flags
 from stepwell.cli.printable import printable
 
 COMMANDS: tuple[Command, ...] = (
-    build_kernels.COMMAND, demo.COMMAND, demo_cluster.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND,
+    build_kernels.COMMAND, demo.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND,
     serve.COMMAND, spec.COMMAND, store.COMMAND, trace.COMMAND,
 )  # fmt: skip
 

@@ -1,41 +1,37 @@
-"""Policies by name: what ships, and rules that others have, to compare it with. Data."""
+"""Policies by name: the one that ships, and plain LRU to compare it with."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from stepwell.base.errors import ConfigError
 from stepwell.cache.build import CacheTuning
 from stepwell.policy.placement import PlacementRules
-from stepwell.sim.least_recent import LeastRecent
-from stepwell.sim.thinning import Thinning
-
-# At prompt ends and branches; intervals, where there are any, are as they are given, and answers leave nothing.
-_ENDS_AND_BRANCHES = PlacementRules(interval_tokens=0, most_added=None, decode_interval_tokens=0)
-_ENDS = replace(_ENDS_AND_BRANCHES, at_branch=False)
+from stepwell.policy.value import Visit
 
 
-def _lru(placement: PlacementRules, thinning: Thinning | None = None) -> CacheTuning:
-    return CacheTuning(eviction=LeastRecent(), placement=placement, on_checkpoint=thinning)
+class LeastRecent:
+    """Evicts by time since last use alone: the simplest `ValuePolicy`."""
+
+    def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
+        return 0
+
+    def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
+        return 0, max(used_at, urgent_until_s)
+
+    def worth(self, group: int, level: int, since: float) -> float:
+        return since
 
 
 DEFAULT = "value"
 POLICIES: Mapping[str, CacheTuning] = {
     DEFAULT: CacheTuning(placement=PlacementRules()),
-    "lru": _lru(PlacementRules()),
-    "end": _lru(_ENDS),
-    "every-8192": _lru(replace(_ENDS, interval_tokens=8192)),
-    "every-2048": _lru(replace(_ENDS, interval_tokens=2048)),
-    "every-512": _lru(replace(_ENDS, interval_tokens=512)),
-    "second-hit": _lru(replace(_ENDS_AND_BRANCHES, at_prompt_end=False)),  # Marconi's admission
-    "path-cap-4": _lru(_ENDS_AND_BRANCHES, Thinning(path_cap=4)),
-    "thinned": _lru(replace(_ENDS_AND_BRANCHES, interval_tokens=2048), Thinning(thinning=0.5)),
+    "lru": CacheTuning(eviction=LeastRecent(), placement=PlacementRules()),
 }
 
 
 def policy_named(name: str) -> CacheTuning:
-    """Raises ConfigError for a name that is not one."""
+    """Raises ConfigError for an unknown name."""
     if name not in POLICIES:
         raise ConfigError(f"no policy is called {name!r:.60}; there are {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -45,13 +45,13 @@ class Replay:
         self._setup = setup
         self._on_commit = on_commit
         self._block_tokens = block_tokens
-        self._clock = ManualClock()
+        self.clock = ManualClock()
         self._number = 0
         self._traffic = Traffic()
         self._chunk_tokens = _chunk_tokens(setup)
         self._ceiling = Ceiling(setup.spec, block_tokens, whole_blocks=setup.whole_blocks)
         self.cache = build_cache(
-            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self._clock, model="replay",
+            setup.spec, setup.config, executor=CountingExecutor(setup.spec, self._traffic), clock=self.clock, model="replay",
             tuning=setup.tuning,
         )  # fmt: skip
         self.store = _attach_store(self.cache, setup, self._traffic)
@@ -59,7 +59,7 @@ class Replay:
 
     def serve(self, request: TraceRequest) -> Sources:
         """A whole request; says where its prompt came from."""
-        self._clock.advance(max(request.at_s - self._clock.now(), LEAST_STEP_S))
+        self.clock.advance(max(request.at_s - self.clock.now(), LEAST_STEP_S))
         self._number += 1
         setup = self._setup
         tokens = prompt_of(request, self._block_tokens, number=self._number, whole_blocks=setup.whole_blocks)

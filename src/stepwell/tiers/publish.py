@@ -147,8 +147,6 @@ def commit(
             reached = made or found
             assert reached is not None, f"{lease} has left no checkpoint at page {full}, and there is none"
             _follow_trail(state, lease, reached)
-        if made is not None and state.on_checkpoint is not None:
-            state.on_checkpoint(state, made)
         if lease.trail is None:
             save_committed(state, node)
     if made is None and len(copy):

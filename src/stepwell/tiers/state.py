@@ -29,7 +29,7 @@ from stepwell.policy.placement import PlacementRules
 from stepwell.policy.store_use import Speed
 from stepwell.policy.value import ReuseModel
 from stepwell.tiers.copies import CopyJobs
-from stepwell.tree.node import Checkpoint, Loss, LossReason, Node, Victim
+from stepwell.tree.node import Loss, LossReason, Node, Victim
 from stepwell.tree.tree import Tree
 
 MOST_UNUSED_NAMESPACES = 1024
@@ -166,9 +166,6 @@ class CacheState:
     wakeup: Wakeup
     placement: PlacementRules
     copy_timeout_s: float
-    on_checkpoint: Callable[[CacheState, Checkpoint], None] | None = (
-        None  # told of each that is left: the simulator's, for rival rules
-    )
     compute_while_loading: bool = False  # the end of a prefix is computed where that is sooner than loading it
     compute_speed: Speed = field(default_factory=Speed)  # tokens a second, of chunks large enough to tell
     owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to

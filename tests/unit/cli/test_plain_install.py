@@ -28,7 +28,6 @@ sys.exit(main(sys.argv[1:]))
 NEEDS_MORE = {
     "build-kernels": (["build-kernels"], "cuda"),
     "demo": (["demo"], "serve"),
-    "demo-cluster": (["demo-cluster", "--this-network", "--router", sys.executable], "serve,mooncake"),
     "serve": (["serve", "--model", "random-hybrid"], "serve"),
 }
 WORKS = {

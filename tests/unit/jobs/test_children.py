@@ -75,5 +75,5 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_tests_benchmarks_and_commands_start_no_process_in_another_way() -> None:
     root = Path(__file__).parents[3]
     alone = {Path(__file__).name, "bench_engines_gpu.py"}  # which runs without this package
-    files = [path for folder in ("tests", "benchmarks", "src/stepwell/cli") for path in (root / folder).rglob("*.py")]
+    files = [path for folder in ("tests", "benchmarks", "examples", "src/stepwell/cli") for path in (root / folder).rglob("*.py")]
     assert not [path for path in files if path.name not in alone and re.search(r"\bPopen\(", path.read_text())]

@@ -6,7 +6,7 @@ from itertools import pairwise, product
 from math import log2
 
 from stepwell.policy.value import LEVELS_PER_OCTAVE, Expected, ReuseModel, ValuePolicy, Visit
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 
 PAGE = 4
 

@@ -11,7 +11,7 @@ import numpy as np
 from stepwell.base.config import CacheConfig
 from stepwell.base.spec import ModelSpec
 from stepwell.policy.placement import PlacementRules
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.sim.setup import Setup
 from stepwell.sim.trace import TraceRequest
 from toys import FULL, OBJECT_BYTES, SMALL_PAGES
@@ -54,7 +54,7 @@ def branching(num_requests: int, *, seed: int, tails: Sequence[int] = (1, 2, 3))
 
 def setup(spec: ModelSpec = FULL, *, device_pages: int, host_pages: int | None = None, **changes: object) -> Setup:
     host_bytes = None if host_pages is None else host_pages * OBJECT_BYTES
-    names = ("eviction", "placement", "on_checkpoint")
+    names = ("eviction", "placement")
     rival = {"eviction": LeastRecent(), "placement": END_ONLY} | {name: changes.pop(name) for name in names if name in changes}
     write = {"write": changes.pop("write")} if "write" in changes else {}
     config = CacheConfig(device_bytes=device_pages * OBJECT_BYTES, host_bytes=host_bytes, **write)  # type: ignore[arg-type]

@@ -116,9 +116,7 @@ def test_the_same_trace_gives_the_same_figures() -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_replays(name: str) -> None:
     policy = POLICIES[name]
-    using = setup(
-        HYBRID, device_pages=64, eviction=policy.eviction, placement=policy.placement, on_checkpoint=policy.on_checkpoint
-    )
+    using = setup(HYBRID, device_pages=64, eviction=policy.eviction, placement=policy.placement)
     assert 0 < replayed(branching(100, seed=7), using)[0].hit_rate < 1
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from stepwell import Kind, PlacementConfig, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.tasks import ItemStatus
-from stepwell.sim.thinning import Thinning
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.backup import offer
 from stepwell.store_tier.deferred import MOST_DELAYS
 from stepwell.store_tier.link import MOST_PUTS, StoreLink
 from stepwell.tiers.eviction import allocate
-from toys import FULL_POINT, PAGE, SMALL_PAGES, Rig, text
+from stepwell.tiers.publish import drop_superseded
+from toys import FULL_POINT, PAGE, Rig, text
 
 DELAY_S = 30.0
 PROMPT = text(1, 40 * PAGE + 1)
@@ -35,6 +33,14 @@ def turn(here: Rig, pages: int, prompt: list[int] = PROMPT) -> None:
 def later(here: Rig, seconds: float) -> None:
     here.clock.advance(seconds)
     here.settle()
+
+
+def keep_last(here: Rig, prompt: list[int], count: int) -> None:
+    """Drops all but the last checkpoints on a prompt's path, as later answers supersede them."""
+    found = [each for node in here.cache.lookup(prompt).path for each in (node.checkpoints or {}).values()]
+    for each in sorted(found, key=lambda each: each.page)[:-count]:
+        if not each.in_use:
+            drop_superseded(here.state, each)
 
 
 def refuse(here: Rig) -> None:
@@ -297,13 +303,13 @@ def test_many_at_rest_go_down_early() -> None:
 
 
 def test_what_left_the_path_meanwhile_ends_no_rest_early() -> None:
-    here = rig(tuning=replace(SMALL_PAGES, on_checkpoint=Thinning(path_cap=2)))
+    here = rig()
     turn(here, 10)
+    other = text(2, 40 * PAGE + 1)
     for pages in range(1, 31):
-        turn(here, pages, text(2, 40 * PAGE + 1))
-    assert stored(here) == [] and here.cache.stats().deferred == 3, (
-        "all others were thinned out, and take none of the host's room"
-    )
+        turn(here, pages, other)
+        keep_last(here, other, 2)
+    assert stored(here) == [] and here.cache.stats().deferred == 3, "dropped checkpoints take no space on the host"
 
 
 def test_what_left_the_host_does_not_rest_there() -> None:
@@ -331,11 +337,12 @@ def test_a_small_host_lets_nothing_rest() -> None:
     assert [resumable(here, prompt) for prompt in prompts] == 20 * [3]
 
 
-@pytest.mark.parametrize("thinner", [Thinning(path_cap=3), Thinning(thinning=4.0)])
-def test_a_path_that_is_thinned_out_is_stored_all_the_same(thinner: Thinning) -> None:
-    here = rig(tuning=replace(SMALL_PAGES, on_checkpoint=thinner))
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_path_whose_checkpoints_are_dropped_is_stored_all_the_same(count: int) -> None:
+    here = rig()
     for pages in range(1, 39):
         turn(here, pages)
+        keep_last(here, PROMPT, count)
         later(here, DELAY_S / 3)
     assert resumable(here) >= 28, "nothing for more than the most that a path may rest"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from stepwell import CacheConfig, Cause, ConfigError, Kind, Lease, Namespace, Tier, WritePolicy
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.tiers.eviction import make_room
 from stepwell.tree.accounts import Account
 from stepwell.tree.node import Victim

@@ -8,7 +8,7 @@ import pytest
 
 from stepwell import ModelSpec, NoRoom, Tier
 from stepwell.policy.value import Visit
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.tree.node import Node
 from toys import EVICTIONS, FULL, HYBRID, PAGE, SMALL_PAGES, Rig, text
 

@@ -9,7 +9,7 @@ from tree_bench import GONE, Bench
 from stepwell import Kind, Tier
 from stepwell.base.tasks import NO_PAGES
 from stepwell.policy.value import Expected, Place, ReuseModel, Visit
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import EvictionOrder, Standing

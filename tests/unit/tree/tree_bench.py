@@ -8,7 +8,7 @@ from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Arena
 from stepwell.memory.layout import lay_out
 from stepwell.policy.value import ValuePolicy
-from stepwell.sim.least_recent import LeastRecent
+from stepwell.sim.policies import LeastRecent
 from stepwell.tree.audit import audit
 from stepwell.tree.checkpoints import add_residency
 from stepwell.tree.match import Match, find, ids_of

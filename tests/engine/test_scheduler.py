@@ -87,7 +87,7 @@ def test_a_request_that_does_not_fit_alone_begins_anew_on_an_empty_device(family
         assert deltas[-1].usage is not None and deltas[-1].usage.preemptions == 1
 
 
-@pytest.mark.parametrize(("chunk_tokens", "decoding"), [(4, 4), (4, 7), (1, 3), (8, 7), (64, 7)])
+@pytest.mark.parametrize(("chunk_tokens", "decoding"), [(8, 7), (4, 4), (4, 7), (1, 3), (64, 7)])
 def test_a_prompt_is_computed_however_many_requests_decode(chunk_tokens: int, decoding: int) -> None:
     """A quarter of every pass is reserved for prompts, even if as many requests decode as a pass has tokens, or more."""
     limits = Limits(chunk_tokens=chunk_tokens, max_running=8)

@@ -1,4 +1,4 @@
-"""What all parts share: the device, sizes in full or tiny, prompts that nobody has seen, engines, and time that runs out."""
+"""What all parts share: the device, full or tiny sizes, fresh prompts, engines, and limited time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from stepwell.engine.loading.tokenizer import Tokenizer
 
 TINY_DIVISOR = 128  # of every length
 TINY_PAGE, TINY_BATCH, TINY_STEPS, TINY_CHUNK = 16, 8, 4, 256
+CHUNK_TOKENS = 8192
 LEAST_TIER_BYTES = 8 << 20
 
 
 class Budget:
-    """Time of one part. What is slow only once, such as compiling kernels, is not counted."""
+    """Time of one part. Work that is slow only once, such as compiling kernels, does not count."""
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
@@ -54,8 +55,6 @@ class Bench:
     tiny: bool
     directory: Path
     console: Console
-    chunk_tokens: int
-    kernels: str
     budget: Budget = field(default_factory=lambda: Budget(0))
     _seed: int = 0
 
@@ -63,7 +62,7 @@ class Bench:
         self.console.print(f"  {what} [dim]({self.budget.left_s:.0f} s left)[/dim]")
 
     def each(self, names: Sequence[str], measure: Callable[[str], list[Row]]) -> list[Row]:
-        """Rows of each name, with an equal share of the time that is left. One that fails does not end the others."""
+        """Rows of each name, with an equal share of the time left. One that fails does not end the others."""
         rows, left_s = list[Row](), self.budget.left_s
         for at, name in enumerate(names):
             share_s = left_s / (len(names) - at)
@@ -82,7 +81,7 @@ class Bench:
         except Exception as error:
             self.console.print(traceback.format_exc(), markup=False, highlight=False)
             note = f"failed: {type(error).__name__}: {error}"[:300]
-        self.clean()  # now that nothing holds what was being computed
+        self.clean()
         return [Row(what=what, note=note)]
 
     def tokens(self, count: int) -> int:
@@ -96,7 +95,7 @@ class Bench:
         return TINY_STEPS if self.tiny else count
 
     def prompts(self, count: int, length: int, vocab: int) -> list[list[int]]:
-        """Of random tokens, others every time."""
+        """Of random tokens, new ones every time."""
         self._seed += 1
         return np.random.default_rng(self._seed).integers(0, vocab, (count, length)).tolist()  # type: ignore[no-any-return]
 
@@ -115,24 +114,21 @@ class Bench:
         return from_config(made.config.to_dict(), kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=page_tokens)
 
     def bytes_of(self, made: Made, tokens: int) -> int:
-        """Memory for so many tokens, with a little more for what else requests hold."""
+        """Memory for `tokens`, and a little more for what else requests hold."""
         spec = self.spec(made)
         return max(int(tokens * spec.bytes_per_token * 1.08) + 64 * spec.checkpoint_bytes(), LEAST_TIER_BYTES)
 
     def engine(
-        self, made: Made, *, device_bytes: int | None, host_bytes: int = 0, kernels: str | None = None,
-        text: Tokenizer | None = None, **settings: Any,
+        self, made: Made, *, device_bytes: int | None, host_bytes: int = 0, text: Tokenizer | None = None, **settings: Any,
     ) -> Engine:  # fmt: skip
         """`device_bytes` None: as much as the engine takes by default."""
-        if "kernels" in EngineConfig.__dataclass_fields__:
-            settings["kernels"] = kernels or self.kernels
         if self.tiny:
             settings["page_tokens"] = TINY_PAGE
         config = EngineConfig(
             device=self.device,
             device_memory=1 << 28 if device_bytes is None and self.tiny else device_bytes,
             host_memory=host_bytes,
-            limits=Limits(max_running=64, chunk_tokens=self.chunk_tokens),
+            limits=Limits(max_running=64, chunk_tokens=TINY_CHUNK if self.tiny else CHUNK_TOKENS),
             **settings,
         )
         checkpoint = held(made.name, made.model)
@@ -141,12 +137,12 @@ class Bench:
         return build_engine(checkpoint, config)
 
     def clean(self) -> None:
-        """Gives memory back that nobody holds any more."""
+        """Frees unused memory."""
         gc.collect()
         if self.device != "cpu":
             torch.cuda.empty_cache()
 
     def wait(self) -> None:
-        """Until the device has done what it was given."""
+        """Until the device has done its work."""
         if self.device != "cpu":
             torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""What tiers cost that bring nothing: prompts that share nothing and short answers, with a host tier and a log, and without.
+"""The cost of tiers that save nothing: prompts that share nothing and short answers, with a host tier and a log, and without.
 
-Two engines take turns. Each turn begins when nothing is copied or stored any more; how long that takes is told beside. So is how
-long the device had nothing queued after passes with prompts, in one turn.
+Two engines take turns. Each turn begins when nothing is copied or stored any more. How long that takes is reported too, and how
+long the device had nothing queued after passes with prompts in one turn.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import shutil
 import statistics
 import time
 
-from engine.device_queue import Watched
 from engine.driving import run, settle
 from gpu.bench import Bench
 from gpu.requests import warm_up
 from gpu.shapes import QWEN
+from gpu.watched import Watched
 from report import Goal, Row
 from stepwell.engine import Ask, Engine, Sampling
 
@@ -39,15 +39,15 @@ def measure(bench: Bench) -> list[Row]:
     try:
         for engine in engines.values():
             warm_up(bench, engine)
-        watched = {kind: Watched.over(engine) for kind, engine in engines.items()}
+        watched = {kind: Watched(engine) for kind, engine in engines.items()}
         for each in range(ROUNDS + 1):
             for kind, engine in engines.items():
-                watched[kind].forget()
+                watched[kind].passes.clear()
                 took_s = _round_s(bench, engine, length)
                 stored_s = max(stored_s, _settled_s(engine))
                 if each:  # the first one only warms up
                     seconds[kind].append(took_s)
-                    waited[kind].append(watched[kind].waits().waited_s * 1e3)
+                    waited[kind].append(watched[kind].waited_s() * 1e3)
             if each and bench.budget.left_s <= 0:
                 break
     finally:

@@ -1,17 +1,18 @@
-"""What answers that follow a grammar cost a decode step, beside the same requests without one.
+"""The cost of constrained decoding in a decode step, compared with the same requests without a grammar.
 
-A pass with such a request is read before the next begins, since its tokens say what may come next; masks are built while the
-device computes. Random weights write what is allowed and nothing that makes sense, which is as much work for the grammar.
+A pass with such a request is read before the next begins, since its tokens decide what may follow; masks are built while the
+device computes. Random weights write allowed nonsense, which is as much work for the grammar.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 
-from tokenizers import Tokenizer as Inner
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
-from engine.made_up_words import tokenizer_of, words
 from gpu.bench import Bench
 from gpu.requests import Steady, warm_up
 from gpu.shapes import LLAMA
@@ -21,6 +22,7 @@ from stepwell.engine.loading.tokenizer import Tokenizer
 from stepwell.engine.requests.guided import Grammar, Guide, Kind
 
 BATCHES, CONTEXT, STEPS = (1, 8, 32), 2048, 60
+END, LETTERS = "<eos>", 'etaoinshrdlcumwfgypbvk0123456789_-:,."{}[]Ġ'
 _ITEM = {
     "type": "object", "properties": {"name": {"type": "string", "maxLength": 40}, "size": {"type": "integer"},
                                      "color": {"enum": ["red", "green", "blue"]}},
@@ -34,8 +36,7 @@ GRAMMARS = {
 
 def measure(bench: Bench) -> list[Row]:
     made = bench.make(LLAMA)
-    vocab = words(made.config.vocab_size)
-    engine = bench.engine(made, device_bytes=None, text=_text(tokenizer_of(vocab), len(vocab) - 1))
+    engine = bench.engine(made, device_bytes=None, text=_tokenizer(_words(made.config.vocab_size)))
     del made
     bench.clean()
     rows: list[Row] = []
@@ -50,8 +51,19 @@ def measure(bench: Bench) -> list[Row]:
     return rows
 
 
-def _text(inner: Inner, end: int) -> Tokenizer:
-    return Tokenizer(inner, eos_ids=[end])
+def _words(count: int) -> list[str]:
+    """Made-up words, one a token, with all bytes, as byte-level vocabularies write them; the same every time."""
+    draw, made = random.Random(1), dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(made) < count - 1:
+        made["".join(draw.choice(LETTERS) for _ in range(draw.choice([2, 3, 3, 4, 5, 6])))] = None
+    return [*made, END]
+
+
+def _tokenizer(vocab: list[str]) -> Tokenizer:
+    made = tokenizers.Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(vocab)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), decoders.ByteLevel()
+    made.add_special_tokens([END])
+    return Tokenizer(made, eos_ids=[len(vocab) - 1])
 
 
 def _batch(bench: Bench, engine: Engine, batch: int, guides: dict[str, Guide]) -> list[Row]:

@@ -10,7 +10,6 @@ from gpu.limits import step_limit_s, weight_bytes
 from gpu.requests import Steady, prefill_s, warm_up
 from gpu.shapes import HYBRIDS, Made
 from report import Goal, KernelTime, Row
-from stepwell.engine import EngineConfig
 
 BATCH, CONTEXT = 8, 8192
 STEPS = 32
@@ -32,10 +31,8 @@ def _model(bench: Bench, case: str) -> list[Row]:
     spec = bench.spec(made, kv_dtype)
     limit_s = step_limit_s(weight_bytes(made, BATCH), spec, made.picked, batch=BATCH, context=context)
     what = f"{case}, {BATCH} x {context:,}"
-    step_s, kernels = _step(bench, made, what, bench.kernels, kv_dtype)
+    step_s, kernels = _step(bench, made, what, "auto", kv_dtype)
     figures = {"step, ms": step_s * 1e3, "limit, ms": limit_s * 1e3, "of the limit": limit_s / step_s}
-    if "kernels" not in EngineConfig.__dataclass_fields__ or bench.kernels == PLAIN:
-        return [Row(what=what, figures=figures, note="nothing to compare with: only plain torch ran", kernels=kernels)]
     plain_s, _ = _step(bench, made, what, PLAIN, kv_dtype)
     figures |= {"plain torch, ms": plain_s * 1e3, "times as fast": plain_s / step_s}
     return [Row(what=what, figures=figures, goal=Goal(value=plain_s / step_s, limit=GOAL), kernels=kernels)]

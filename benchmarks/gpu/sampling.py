@@ -31,7 +31,7 @@ SPREADS = {"sharp": 3.0, "flat": 1.0}
 def measure(bench: Bench) -> list[Row]:
     if bench.device != "cuda":
         return [Row(what="choosing tokens", note="left out: it is measured on a GPU alone")]
-    by_kernel, rows = choose_kernels(bench.kernels, bench.device, torch.bfloat16).pick, []
+    by_kernel, rows = choose_kernels("auto", bench.device, torch.bfloat16).pick, []
     for batch in BATCHES:
         for spread, scale in SPREADS.items():
             logits_BV = (torch.randn(batch, VOCAB, device=bench.device) * scale).bfloat16().float()

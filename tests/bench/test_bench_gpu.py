@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import torch
 
 import bench_gpu
-from gpu import bench, room
+from gpu import bench, decode, prefill, room
 from gpu.limits import file_bytes_per_s, state_bytes, weight_bytes
 from gpu.shapes import LLAMA, make
 from report import Goal, Row
@@ -26,13 +26,17 @@ def state(name: str, shape: Prefix | Window | Point, row_bytes: int) -> StateSpe
     return StateSpec(name=name, shape=shape, layers=2, row_bytes=row_bytes, dtype="u8")
 
 
-def test_prompts_and_decode_steps_of_tiny_models_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_and_decode_steps_of_a_tiny_model_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "DENSE", (LLAMA,))
+    monkeypatch.setattr(decode, "GOALS", {LLAMA: 0.5})
     file = tmp_path / "found.json"
-    asked = ["--tiny", "--device", "cpu", "--only", "prefill,decode", "--json", str(file), "--dir", str(tmp_path)]
+    asked = ["--tiny", "--only", "prefill,decode", "--json", str(file), "--dir", str(tmp_path)]
     assert bench_gpu.main(asked) == 0
     said, found = capsys.readouterr().out, json.loads(file.read_text())
     assert "Traceback" not in said and found["tiny"] and found["machine"]["gpu"] is None
-    assert {name: len(part["rows"]) for name, part in found["parts"].items()} == {"prefill": 12, "decode": 12}
+    assert {name: len(part["rows"]) for name, part in found["parts"].items()} == {"prefill": 4, "decode": 6}
     for part in found["parts"].values():
         assert all(row["goal"]["value"] > 0 and not row["note"] for row in part["rows"])
 
@@ -40,7 +44,7 @@ def test_prompts_and_decode_steps_of_tiny_models_are_measured(tmp_path: Path, ca
 def test_answers_that_follow_a_grammar_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     file = tmp_path / "found.json"
-    assert bench_gpu.main(["--tiny", "--device", "cpu", "--only", "guided", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    assert bench_gpu.main(["--tiny", "--only", "guided", "--json", str(file), "--dir", str(tmp_path)]) == 0
     rows = json.loads(file.read_text())["parts"]["guided"]["rows"]
     assert len(rows) == 4 and all(row["figures"]["step, ms"] > 0 and not row["note"] for row in rows)
 
@@ -49,7 +53,7 @@ def test_prompts_on_a_full_device_are_measured_under_two_write_policies(tmp_path
     monkeypatch.setattr(room, "MODELS", (LLAMA,))
     monkeypatch.setattr(bench, "LEAST_TIER_BYTES", 1 << 20)
     file = tmp_path / "found.json"
-    assert bench_gpu.main(["--tiny", "--device", "cpu", "--only", "room", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    assert bench_gpu.main(["--tiny", "--only", "room", "--json", str(file), "--dir", str(tmp_path)]) == 0
     rows = json.loads(file.read_text())["parts"]["room"]["rows"]
     assert len(rows) == 3 and all(row["figures"]["adaptive, ms"] > 0 and not row["note"] for row in rows)
 
@@ -57,7 +61,7 @@ def test_prompts_on_a_full_device_are_measured_under_two_write_policies(tmp_path
 def test_parts_of_an_earlier_run_stay_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     file.write_text(json.dumps({"parts": {"decode": {"rows": []}}}))
-    bench_gpu.main(["--tiny", "--device", "cpu", "--only", "copies", "--time", "0", "--json", str(file)])
+    bench_gpu.main(["--tiny", "--only", "copies", "--json", str(file)])
     assert [*json.loads(file.read_text())["parts"]] == ["decode", "copies"]
 
 

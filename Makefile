@@ -184,7 +184,7 @@ soak: $(STAMP) ## Two servers over one log for 30 minutes while they are killed 
 
 docs: $(DOCS)/.installed ## The documentation as a site, in site/ (installs 40 MB once, then needs no network)
 	@$(DOCS)/bin/python tools/reference.py
-	@DISABLE_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=true $(DOCS)/bin/mkdocs build --quiet
 	@echo "==> open site/index.html"
 
 $(DOCS)/.installed: pyproject.toml constraints.txt

@@ -142,8 +142,9 @@ def _row(what: str, computed_s: float, fetched: First, chosen: First, later: Fir
     ratio, ratio_later = chosen.seconds / sooner_s, later.seconds / sooner_s
     figures = {
         "computed, ms": computed_s * 1e3, "fetched, ms": fetched.seconds * 1e3, "chosen first, ms": chosen.seconds * 1e3,
-        "of it fetched": chosen.sources.store, "ratio": ratio,
-        "chosen later, ms": later.seconds * 1e3, "ratio later": ratio_later,
+        "of it before computing, ms": chosen.waited_s * 1e3, "of it fetched": chosen.sources.store, "ratio": ratio,
+        "chosen later, ms": later.seconds * 1e3, "of it before computing later, ms": later.waited_s * 1e3,
+        "ratio later": ratio_later,
     }  # fmt: skip
     note = "" if fetched.sources.store else "nothing was fetched"
     return Row(what=what, figures=figures, note=note, goal=Goal(value=max(ratio, ratio_later), limit=GOAL, most=True))

@@ -18,18 +18,20 @@ class First:
     """How long an answer took to begin, its tokens, and where its prompt came from."""
 
     seconds: float
+    waited_s: float  # of it, before the first pass with the prompt was planned
     tokens: tuple[int, ...]
     sources: Sources
 
 
 def first_token(engine: Engine, prompt: Sequence[int], *, max_tokens: int = 4) -> First:
     tokens: list[int] = []
-    started, first, sources = time.perf_counter(), 0.0, Sources()
+    started, first, waited_s, sources = time.perf_counter(), 0.0, 0.0, Sources()
     for delta in engine.stream(prompt, max_tokens=max_tokens, ignore_eos=True):
         first = first or time.perf_counter() - started
         tokens += delta.tokens
-        sources = delta.usage.sources if delta.usage is not None else sources
-    return First(seconds=first, tokens=tuple(tokens), sources=sources)
+        if delta.usage is not None:
+            sources, waited_s = delta.usage.sources, delta.usage.computes_s or 0.0
+    return First(seconds=first, waited_s=waited_s, tokens=tuple(tokens), sources=sources)
 
 
 def run(engine: Engine, asks: Sequence[Ask]) -> None:

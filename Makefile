@@ -154,7 +154,7 @@ bench-engine: $(STAMP) $(REAL) ## Warm against cold, the cost of the cache, deco
 bench-gpu: $(STAMP) ## The engine on a GPU, compared with the hardware and transformers (ARGS="--only decode")
 	@$(BIN)/python benchmarks/bench_gpu.py $(ARGS)
 
-bench-connectors: $(STAMP) ## Prompts resumed under Transformers, vLLM and SGLang (ARGS="--engines sglang")
+bench-connectors: $(STAMP) ## Prompts resumed under vLLM and SGLang (ARGS="--engines vllm")
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
 bench-sparse: $(STAMP) ## Sparse decode: rows missing, fetching them, what a server gains (ARGS="--only misses")

@@ -1,10 +1,11 @@
-"""Prompts resumed under other engines, by a process that did not compute them, beside computing them again.
+"""Prompts under vLLM and SGLang: computed, saved, and resumed in another process, compared with the engine's own offloading.
 
-    make bench-connectors       about 40 minutes on 2 cores; prints tables, writes bench-connectors.json
+    make bench-connectors                          about 40 minutes on 2 cores; prints tables, writes bench-connectors.json
+    make bench-connectors ARGS="--engines vllm"    one of them
 
-Random weights in the shapes of three families. Transformers: "alone" is the model without a prompt cache, "torch.load" what
-people do without one: the whole cache object in a file, unverified, for this very prompt. Bits are those of the first process.
-vLLM and SGLang: beside the engine alone and beside its own offloading to files, where they are installed.
+Random weights in the shapes of three families, on the CPU. Each engine is a process of its own, with the interpreter that it is
+installed for: without any cache, then all saving, then all resuming, so that what is compared runs next to each other. An engine
+that is not installed is left out. Seconds are the best of three prompts: other work on the machine only makes them longer.
 """
 
 from __future__ import annotations
@@ -12,103 +13,135 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from connectors import engine_rows
+from report import ROOT, machine, write
 
-ROOT = Path(__file__).parents[1]
-LIFE = Path(__file__).with_name("connectors") / "transformers_life.py"
-FAMILIES = ("llama", "gemma3", "falcon_h1")
-ENGINES = ("transformers", *engine_rows.ENGINES)
-LIMIT_S = 1800
-HEADS = ("model", "tokens", "MiB", "alone", "first, saved too", "from host", "from disk", "x", "torch.load", "bits")
+LIVES = Path(__file__).parent / "connectors"
+FAMILIES, PROMPTS, LIMIT_S = ("llama", "gemma3", "falcon_h1"), 3, 1800
+NO_CACHE, PEER = "none", "peer"
+HEADS = ("prompt", "over", "saving", "resumed", "x", "CPU", "tokens found", "MiB", "answers")
+WORDS = ("prompt", "over", "answers")
+
+Report = dict[str, Any]
+
+
+class Engine(NamedTuple):
+    name: str
+    script: str
+    venv: str
+    install: str  # what makes that venv
+    families: tuple[str, ...]
+    caches: Mapping[str, str]  # what prompts are saved over: names in orders, and in tables
+
+    @property
+    def python(self) -> Path:
+        return ROOT / self.venv / "bin" / "python"
+
+
+ENGINES = {
+    "vllm": Engine(
+        "vLLM", "vllm_life.py", ".venv-vllm", "tests/vllm/install.sh", FAMILIES,
+        {"stepwell": "StepwellConnector", PEER: "its OffloadingConnector, with files"},
+    ),
+    "sglang": Engine(
+        "SGLang", "sglang_life.py", ".venv-sglang", "make bench-tree-peer", ("llama",),
+        {"stepwell": "StepwellHiCache", "linker": "StepwellLinker", PEER: "its file backend"},
+    ),
+}  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="(default: %(default)s)")
-    parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="lengths of prompts (default: %(default)s)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES, help="(default: all)")
     parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES, help="(default: all)")
-    parser.add_argument("--engines", nargs="*", default=ENGINES, choices=ENGINES, help="(default: all; on CUDA the first)")
-    parser.add_argument("--prompts", type=int, default=3, help="of each length under vLLM and SGLang (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192], help="lengths of prompts (default: %(default)s)")
     args = parser.parse_args()
     console, started = Console(width=150), time.monotonic()
-    found: dict[str, Any] = {"machine": _machine(args.device)}
-    for name in args.engines if args.device == "cpu" else [each for each in args.engines if each == "transformers"]:
-        measure = _transformers if name == "transformers" else partial(_engine, engine_rows.ENGINES[name])
-        found[name] = measure(console, args)
+    found: Report = {"machine": machine()}
+    for name in args.engines:
+        found[name] = measure(ENGINES[name], console, args.families, args.tokens)
     found["machine"]["load_after"] = os.getloadavg()
-    (ROOT / "bench-connectors.json").write_text(json.dumps(found, indent=1) + "\n")
+    write(ROOT / "bench-connectors.json", found)
     console.print(f"{time.monotonic() - started:.0f} s; written to bench-connectors.json")
 
 
-def _machine(device: str) -> dict[str, Any]:
-    """Loads tell whether others used the machine too."""
-    known = {"machine": platform.machine(), "python": platform.python_version(), "cores": os.cpu_count()}
-    return {"device": device, **known, "load_before": os.getloadavg()}
-
-
-def _transformers(console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for family in args.families:
-        for tokens in args.tokens:
-            console.print(f"Transformers, {family}, {tokens:,} tokens: cold, then again by another process ...")
-            rows.append({"family": family, "tokens": tokens, **_lives(family, args.device, tokens)})
-    console.print(_table(rows))
-    return rows
-
-
-def _engine(engine: engine_rows.Engine, console: Console, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(engine: Engine, console: Console, families: list[str], lengths: list[int]) -> list[Report]:
     if not engine.python.exists():
         console.print(f"{engine.name} is not installed in {engine.venv}, and left out: `{engine.install}` installs it")
         return []
     rows = []
-    for family in [each for each in engine.families if each in args.families]:
-        for tokens in args.tokens:
-            console.print(f"{engine.name}, {family}, {tokens:,} tokens: {engine.num_lives} engines, one after the other ...")
-            rows.append(engine_rows.row(engine, family, tokens, args.prompts))
-            console.print(engine_rows.table(engine, rows[-1]))
+    for family in [each for each in engine.families if each in families]:
+        for tokens in lengths:
+            console.print(f"{engine.name}, {family}, {tokens:,} tokens: {1 + 2 * len(engine.caches)} engines, one by one ...")
+            rows.append(row(engine, family, tokens))
+            console.print(table(engine, rows[-1]))
     return rows
 
 
-def _lives(family: str, device: str, tokens: int) -> dict[str, Any]:
-    with TemporaryDirectory(prefix="bench-connectors-") as directory:
-        order = json.dumps({"family": family, "device": device, "tokens": tokens, "directory": directory})
-        return {"cold": _life(order), "resumed": _life(order)}
+def row(engine: Engine, family: str, tokens: int) -> Report:
+    """What each life reported, or why it could not."""
+    found: Report = {"engine": engine.name, "family": family, "tokens": tokens, "prompts": PROMPTS}
+    with TemporaryDirectory(prefix="bench-connectors-", dir=ROOT) as directory:
+        order = {"family": family, "tokens": tokens, "prompts": PROMPTS, "directory": directory}
+        found["alone"] = _run(engine, order, NO_CACHE)
+        for life in ("saving", "resumed"):
+            found[life] = {cache: _run(engine, order, cache) for cache in engine.caches}
+    return found
 
 
-def _life(order: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, str(LIFE), order], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{order} ended with {done.returncode}:\n{done.stderr[-2000:]}")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+def _run(engine: Engine, order: Report, cache: str) -> Report:
+    """Raises RuntimeError for an engine that fails, unless it fails over its own offloading."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [str(engine.python), str(LIVES / engine.script), json.dumps(order | {"cache": cache})]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not done.returncode and said:
+        report: Report = json.loads(said[-1])
+        return report
+    if cache != PEER:
+        raise RuntimeError(f"{engine.name} over {cache}, {order}: {done.stderr[-2000:]}")
+    return {"error": done.stderr[-2000:]}
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="A prompt under Transformers, seconds", title_justify="left")
+def table(engine: Engine, found: Report) -> Table:
+    title = f"Prompts under {engine.name}: seconds to the first token, and CPU seconds of resuming"
+    made = Table(title=title, title_justify="left")
     for head in HEADS:
-        table.add_column(head, justify="left" if head in ("model", "bits") else "right")
-    for row in rows:
-        cold, resumed = row["cold"], row["resumed"]
-        same = cold["digest"] == resumed["digest"] and resumed["cached"] == cold["cached_in_memory"] > 0
-        seconds = [f"{cold['alone_s']:.2f}", f"{cold['first_s']:.2f}", f"{cold['host_s']:.3f}", f"{resumed['first_s']:.3f}"]
-        sooner = f"{cold['alone_s'] / resumed['first_s']:.0f}"
-        size = f"{cold['bytes'] / 2**20:.1f}"
-        bits = "the same" if same else "DIFFERENT"
-        table.add_row(row["family"], f"{row['tokens']:,}", size, *seconds, sooner, f"{resumed['peer_s']:.3f}", bits)
-    return table
+        made.add_column(head, justify="left" if head in WORDS else "right")
+    alone = found["alone"]
+    made.add_row(f"{found['family']}, {found['tokens']:,}", "nothing", "", _best(alone, "seconds"), "1", _best(alone, "cpu_s"))
+    for cache, name in engine.caches.items():
+        saving, resumed = found["saving"][cache], found["resumed"][cache]
+        if "error" in saving or "error" in resumed:
+            made.add_row("", name, "does not run")
+            continue
+        times = [_best(saving, "seconds"), _best(resumed, "seconds")]
+        sooner = f"{min(alone['seconds']) / min(resumed['seconds']):.0f}"
+        hits, size = f"{min(resumed['cached']):,}", f"{saving['bytes'] / 2**20:.0f}"
+        same = _is_same(saving, alone) and _is_same(resumed, alone)
+        made.add_row("", name, *times, sooner, _best(resumed, "cpu_s"), hits, size, "the same" if same else "OTHERS")
+    return made
+
+
+def _best(life: Report, what: str) -> str:
+    return f"{min(life[what]):.2f}"
+
+
+def _is_same(life: Report, alone: Report) -> bool:
+    """Whether tokens are those of the engine alone, and log probabilities to three digits."""
+    pairs = zip(life["answers"], alone["answers"], strict=True)
+    return all(tokens == wanted and abs(logprob - near) <= 1e-3 for (tokens, logprob), (wanted, near) in pairs)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

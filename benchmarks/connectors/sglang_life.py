@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,8 @@ import sglang_attention  # noqa: E402
 
 sglang_attention.install()
 
-from cpu_time import cpu_s  # noqa: E402
+from lives import Answer, asked, chill, settled  # noqa: E402
 from models import prompt, saved  # noqa: E402
-from stored_files import forget, settled  # noqa: E402
 
 PAGE, HOST_MEMORY = 64, "1GiB"
 
@@ -79,22 +77,17 @@ def live(family: str, tokens: int, prompts: int, cache: str, root: Path) -> dict
     )  # fmt: skip
     given = {"temperature": 0.0, "max_new_tokens": 1, "ignore_eos": True}
 
-    def ask(ids: list[int]) -> Any:
-        return engine.generate(input_ids=ids, sampling_params=given, return_logprob=True)
+    def ask(ids: list[int]) -> Answer:
+        said = engine.generate(input_ids=ids, sampling_params=given, return_logprob=True)
+        about = said["meta_info"]
+        return about["cached_tokens"], said["output_ids"], float(about["output_token_logprobs"][0][0])
 
     ask(prompt(200, seed=0))
-    seconds, worked_s, cached, answers = [], [], [], []
-    for number in range(prompts):
-        began, worked = time.perf_counter(), cpu_s()
-        said = ask(prompt(tokens, seed=10 + number))
-        seconds.append(time.perf_counter() - began)
-        worked_s.append(cpu_s() - worked)
-        cached.append(said["meta_info"]["cached_tokens"])
-        answers.append([said["output_ids"], round(float(said["meta_info"]["output_token_logprobs"][0][0]), 4)])
+    found = asked([prompt(tokens, seed=10 + number) for number in range(prompts)], ask)
     size = settled(stored, lambda: None)
     engine.shutdown()
-    forget(stored)
-    return {"seconds": seconds, "cpu_s": worked_s, "cached": cached, "bytes": size, "answers": answers}
+    chill(stored)
+    return found | {"bytes": size}
 
 
 if __name__ == "__main__":

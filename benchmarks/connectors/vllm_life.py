@@ -2,8 +2,8 @@
 
     vllm_life.py '{"family": ..., "tokens": ..., "prompts": ..., "cache": "none|stepwell|peer", "directory": ...}'   prints JSON
 
-Runs with the interpreter that vLLM is installed for. The same directory again is the next process. A short prompt of its own
-is asked first, so that no cache pays for what an engine does once.
+Runs with the interpreter that vLLM is installed for. The same directory again is the next process. A short prompt is asked
+first, so that no cache pays for what an engine does once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ os.environ |= {
     "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
 
-from cpu_time import cpu_s
+from lives import Answer, asked, chill, settled
 from models import prompt, saved
-from stored_files import forget, settled
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -49,7 +48,7 @@ def transfer(cache: str, directory: Path) -> dict[str, Any]:
 def yield_as_served(llm: LLM) -> None:
     """An engine in this process steps without a pause while it waits for loads, and keeps the threads that load from running.
 
-    One that serves has a process of its own, whose loop sleeps so long after a step that ran no model.
+    One that serves has a process of its own, whose loop sleeps for this time after a step that ran no model.
     """
     core = llm.llm_engine.engine_core.engine_core
     step = core.step_fn
@@ -74,22 +73,16 @@ def live(family: str, tokens: int, prompts: int, cache: str, root: Path) -> dict
     yield_as_served(llm)
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
 
-    def ask(ids: list[int]) -> Any:
-        return llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0]
+    def ask(ids: list[int]) -> Answer:
+        said = llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)[0]
+        return said.num_cached_tokens or 0, list(said.outputs[0].token_ids), said.outputs[0].cumulative_logprob
 
     ask(prompt(200, seed=0))
-    seconds, worked_s, cached, answers = [], [], [], []
-    for number in range(prompts):
-        began, worked = time.perf_counter(), cpu_s()
-        said = ask(prompt(tokens, seed=10 + number))
-        seconds.append(time.perf_counter() - began)
-        worked_s.append(cpu_s() - worked)
-        cached.append(said.num_cached_tokens or 0)
-        answers.append([list(said.outputs[0].token_ids), round(said.outputs[0].cumulative_logprob, 4)])
+    found = asked([prompt(tokens, seed=10 + number) for number in range(prompts)], ask)
     size = settled(stored, lambda: ask(prompt(20, seed=1)))  # an engine saves while it works
     llm.llm_engine.engine_core.shutdown()
-    forget(stored)
-    return {"seconds": seconds, "cpu_s": worked_s, "cached": cached, "bytes": size, "answers": answers}
+    chill(stored)
+    return found | {"bytes": size}
 
 
 if __name__ == "__main__":

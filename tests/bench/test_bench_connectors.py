@@ -1,9 +1,8 @@
-"""The rows of `make bench-connectors` under engines of others: what is left out, what is compared, and what a peer may do."""
+"""The rows of `make bench-connectors`: what is left out, what is compared, and what happens when a peer fails."""
 
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,9 @@ from rich.console import Console
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "connectors")]
 
-from stored_files import settled, size_of  # noqa: E402
+from lives import settled, size_of  # noqa: E402
 
-import bench_connectors  # noqa: E402
-from connectors import engine_rows  # noqa: E402
+import bench_connectors as bench  # noqa: E402
 from stepwell.store.registry import open_store  # noqa: E402
 from stepwell.testing.store_contract import offer, space  # noqa: E402
 
@@ -34,27 +32,27 @@ print(json.dumps(told))
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> engine_rows.Engine:
+def engine(tmp_path: Path) -> bench.Engine:
     """An engine that is installed: this interpreter, with a program that only reports."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    made = engine_rows.ENGINES["vllm"]
+    made = bench.ENGINES["vllm"]
     return made._replace(venv=str(tmp_path), script=str(tmp_path / "life.py"), families=("llama",))
 
 
-def write(engine: engine_rows.Engine, *, peer_fails: bool = False, second: str = "-1.0") -> None:
+def write(engine: bench.Engine, *, peer_fails: bool = False, second: str = "-1.0") -> None:
     Path(engine.script).write_text(LIFE.format(peer_fails=peer_fails, second=second))
 
 
-def shown(engine: engine_rows.Engine, row: dict[str, Any]) -> str:
+def shown(engine: bench.Engine, row: dict[str, Any]) -> str:
     console = Console(width=200, record=True)
-    console.print(engine_rows.table(engine, row))
+    console.print(bench.table(engine, row))
     return console.export_text()
 
 
-def test_a_row_has_the_best_of_every_life(engine: engine_rows.Engine) -> None:
+def test_a_row_has_the_best_of_every_life(engine: bench.Engine) -> None:
     write(engine)
-    row = engine_rows.row(engine, "llama", 8192, 2)
+    row = bench.row(engine, "llama", 8192)
     assert row["alone"]["seconds"] == [2.0, 1.0]
     assert row["saving"].keys() == row["resumed"].keys() == engine.caches.keys()
     for name in engine.caches.values():
@@ -62,29 +60,28 @@ def test_a_row_has_the_best_of_every_life(engine: engine_rows.Engine) -> None:
         assert "1.00" in line and "3.00" in line and "the same" in line
 
 
-def test_a_peer_that_does_not_run_is_a_row_all_the_same(engine: engine_rows.Engine) -> None:
+def test_a_peer_that_does_not_run_is_a_row_all_the_same(engine: bench.Engine) -> None:
     write(engine, peer_fails=True)
-    row = engine_rows.row(engine, "llama", 8192, 2)
+    row = bench.row(engine, "llama", 8192)
     assert "no GPU here" in row["saving"]["peer"]["error"] and "does not run" in shown(engine, row)
 
 
-def test_answers_that_differ_are_said_to(engine: engine_rows.Engine) -> None:
+def test_answers_that_differ_are_said_to(engine: bench.Engine) -> None:
     write(engine, second='-1.0 if order["cache"] == "none" else -1.1')
-    said = shown(engine, engine_rows.row(engine, "llama", 8192, 2))
+    said = shown(engine, bench.row(engine, "llama", 8192))
     assert said.count("OTHERS") == 2 and "the same" not in said
 
 
-def test_an_engine_that_is_not_installed_is_left_out_and_named(engine: engine_rows.Engine, capsys: Any) -> None:
+def test_an_engine_that_is_not_installed_is_left_out_and_named(engine: bench.Engine, capsys: Any) -> None:
     missing = engine._replace(venv=f"{engine.venv}/none")
-    args = Namespace(families=["llama"], tokens=[64], prompts=1)
-    assert bench_connectors._engine(missing, Console(width=200), args) == []
+    assert bench.measure(missing, Console(width=200), ["llama"], [64]) == []
     assert engine.install in capsys.readouterr().out
 
 
 def test_bytes_are_those_of_values_once_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr("stored_files.time", clock)
+    monkeypatch.setattr("lives.time", clock)
     files, here = iter(range(3)), space("here")
 
     def work() -> None:

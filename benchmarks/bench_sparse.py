@@ -4,17 +4,12 @@ server gains by it.
     make bench-sparse                                      on a machine with CUDA: some minutes, writes bench-sparse.json
     make bench-sparse ARGS="--only misses"                 without one
     make bench-sparse ARGS="--only serving"                tokens a second and the largest batch, of whole engines; two minutes
-    make bench-sparse ARGS="--only serving --fetch-beside" the same, with what is missing fetched beside the pass
-    make bench-sparse ARGS="--only serving --prefetch-near 128"  or with what was nearly picked fetched for the next step
-    make bench-sparse ARGS="--only near"                   rows that a step waits for, when near ones were fetched before
-    make bench-sparse ARGS="--only split"                  attention in two parts, the first beside the fetch
     python benchmarks/bench_sparse.py --sweep              the kernels by size and number of programs
     python benchmarks/bench_sparse.py --tiny               small and in plain torch: whether it runs
 
-Selections are a calibrated trace (`stepwell/sparse/trace.py`). Rows of 656 bytes lie in pinned host pages of DeepSeek-V3.2's
+Selections are a calibrated trace (`sparse/trace.py`). Rows of 656 bytes lie in pinned host pages of DeepSeek-V3.2's
 shape (61 layers, 64 tokens), each request has 4,096 hot rows, and each step is of another layer. Times are of many steps in one
-recorded graph, less what the same graph takes without them. How much of a fetch is hidden is measured twice: of one layer in a
-graph (`sparse/hiding.py`), and in whole steps of a server by a profile (`sparse/serving.py`, which says what `serving` does).
+recorded graph, less what the same graph takes without them. `sparse/serving.py` says what `serving` does.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +28,16 @@ import torch
 from rich.console import Console
 
 from report import Goal, Row, goals_of, kernels_of, machine, table_of
-from sparse.hiding import measure_hiding, measure_staging
-from sparse.near import measure_near
 from sparse.rig import Rig, Shape, bus_bytes_per_s
 from sparse.served import TINY as TINY_SERVING
 from sparse.served import Sizes
 from sparse.serving import measure_serving
-from sparse.split import measure_split
-from stepwell.engine.building.settings import REPLACE_HOT
-from stepwell.sparse.trace import HARD, STEADY, Latent, count_misses, count_near_misses, make_trace
+from sparse.trace import HARD, STEADY, Latent, count_misses, make_trace
 
 ROOT = Path(__file__).parents[1]
 TRACES = {"steady, 32K": (STEADY, 32 << 10), "hard, 32K": (HARD, 32 << 10), "steady, 128K": (STEADY, 128 << 10)}
 POLICIES = ("fifo", "random", "lru", "score", "belady")
 COUNT, HOT_ROWS = 2048, (2048, 4096, 6144, 8192)
-NEAR = 512  # rows that were nearly selected, and could be fetched ahead
 PUBLISHED = {  # percent: DeepSeek-V3.2 (steps 300 to 1,000 of a figure), GLM-5.1 (a table)
     ("steady, 32K", 2048): {"lru": 21.5},
     ("steady, 32K", 4096): {"fifo": 11.5, "random": 10.0, "lru": 8.5},
@@ -60,8 +49,6 @@ MOST_OFF = 2.0  # percent of a selection, for the trace to count as calibrated
 BATCHES, COLD_BATCHES = (1, 4, 16, 32, 64, 128, 256), (8, 32)
 SHARE, MANY_ROWS, SPEED = 0.9, 16_384, 40.0  # of a plain gather; from so many rows on; GB/s
 SWEPT_BATCHES = (1, 16, 64, 256)
-NEAR_BATCHES, NEARS = (1, 16, 64, 256), (0, 128, 512)
-SPLIT_BATCHES = (16, 64, 128, 256)
 SWEPT_FETCH = [
     (programs, warps, units) for warps, units in ((4, 512), (4, 256), (8, 1024)) for programs in (16, 32, 64, 128, 264)
 ]
@@ -85,9 +72,6 @@ def measure_misses(*, steps: int, tiny: bool) -> Iterator[Row]:
             for policy in POLICIES:
                 missed = count_misses(trace, hot_rows=hot_rows // scale, policy=policy)
                 figures[f"{policy}, %"] = _percent(missed, scale)
-            if hot_rows >= COUNT + NEAR:
-                waited, fetched = count_near_misses(trace, hot_rows=hot_rows // scale, near=NEAR // scale)
-                figures |= {"near misses too, waited for, %": _percent(waited, scale), "fetched, %": _percent(fetched, scale)}
             known = PUBLISHED.get((name, hot_rows), {})
             figures |= {f"published {policy}, %": value for policy, value in known.items()}
             off = max((abs(figures[f"{policy}, %"] - value) for policy, value in known.items()), default=None)
@@ -103,12 +87,10 @@ def _percent(rows_N: npt.NDArray[np.int64], scale: int) -> float:
 # ---- how long it takes --------------------------------------------------------------------------------
 
 
-def measure_times(
-    shape: Shape, batches: Sequence[int], bus: float, *, cold: bool = False, by_age: bool = False
-) -> Iterator[Row]:  # fmt: skip
-    """Resolve and fetch of one layer, beside a plain gather of as many rows. Rows of the lowest score are replaced, or by age."""
+def measure_times(shape: Shape, batches: Sequence[int], bus: float, *, cold: bool = False) -> Iterator[Row]:
+    """Resolve and fetch of one layer, compared with a plain gather of as many rows."""
     for batch in batches:
-        rig = Rig(shape, batch, cold=cold, by_age=by_age)
+        rig = Rig(shape, batch, cold=cold)
         whole_s, rows = rig.seconds(fetch=True)
         resolve_s, _ = rig.seconds(fetch=False)
         gather_s = rig.gather_seconds(round(rows))
@@ -118,7 +100,7 @@ def measure_times(
             "of a gather": share, "GB/s": size / whole_s / 1e9, "gather, GB/s": size / gather_s / 1e9,
             "of the bus": size / whole_s / bus,
         }  # fmt: skip
-        what = f"batch {batch}{', all missing' if cold else ''}{', by age' if by_age else ''}"
+        what = f"batch {batch}{', all missing' if cold else ''}"
         yield Row(what=f"{what}, of a gather", figures=figures, goal=None if shape.tiny else Goal(value=share, limit=SHARE))
         if rows >= MANY_ROWS:
             yield Row(what=f"{what}, GB/s", figures={}, goal=Goal(value=size / whole_s / 1e9, limit=SPEED))
@@ -168,45 +150,25 @@ def parts_for(args: argparse.Namespace, device: str, say: Callable[[str], None])
         yield Row(what="the bus, one large copy", figures={"GB/s": bus / 1e9})
         yield from measure_times(shape, batches, bus)
         yield from measure_times(shape, batches[:1] if args.tiny else COLD_BATCHES, bus, cold=True)
-        yield from measure_times(shape, batches, bus, by_age=True)
-        yield from measure_hiding(shape, batches)
-        yield from measure_staging(shape)
-
-    def near() -> Iterator[Row]:
-        if device == "cpu" and not args.tiny:
-            yield Row(what="near rows", note="no CUDA device here")
-        else:
-            yield from measure_near(shape, *((batches, (0, 4)) if args.tiny else (NEAR_BATCHES, NEARS)))
-
-    def split() -> Iterator[Row]:
-        if device == "cpu" and not args.tiny:
-            yield Row(what="attention in two parts", note="no CUDA device here")
-        else:
-            yield from measure_split(shape, batches if args.tiny else SPLIT_BATCHES)
 
     def serving() -> Iterator[Row]:
         if device == "cpu" and not args.tiny:
             yield Row(what="tokens a second and the largest batch", note="no CUDA device here")
             return
         sizes = TINY_SERVING if args.tiny else Sizes(contexts=(64 << 10,)) if args.quick else Sizes()
-        how = {"fetch_beside": args.fetch_beside, "replace_hot": args.replace_hot, "prefetch_near": args.prefetch_near}
-        yield from measure_serving(replace(sizes, **how), device, say)
+        yield from measure_serving(sizes, device, say)
 
     steps = 24 if args.tiny else 120 if args.quick else 400
-    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "near": near, "split": split}
-    parts["serving"] = serving
+    parts = {"misses": lambda: measure_misses(steps=steps, tiny=args.tiny), "times": times, "serving": serving}
     return {name: part for name, part in parts.items() if args.only in (None, name)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("misses", "times", "near", "split", "serving"))
+    parser.add_argument("--only", choices=("misses", "times", "serving"))
     parser.add_argument("--quick", action="store_true", help="fewer batches, shorter traces, and one length of contexts")
     parser.add_argument("--tiny", action="store_true", help="a small shape in plain torch, also without CUDA: whether it runs")
     parser.add_argument("--sweep", action="store_true", help="the kernels by size instead")
-    parser.add_argument("--fetch-beside", action="store_true", help="serving: rows are fetched beside the pass, and hidden")
-    parser.add_argument("--prefetch-near", type=int, default=0, metavar="N", help="serving: near rows fetched for the next step")
-    parser.add_argument("--replace-hot", choices=REPLACE_HOT, default="score", help="serving: which hot row is replaced first")
     parser.add_argument("--host-gib", type=int, default=8, help="pinned host memory to fetch from (default: 8)")
     parser.add_argument("--json", type=Path, default=ROOT / "bench-sparse.json", help="(default: bench-sparse.json)")
     args = parser.parse_args(argv)

@@ -1,14 +1,12 @@
 """First tokens of prompts whose state is on the host, beside the bus; and how much of a load passes behind computing.
 
-A prompt has one token more than whole pages, so that all but one token are loaded. Once more with the end of the prefix computed
-while its head is loaded, however little that is expected to save.
+A prompt has one token more than whole pages, so that all but one token are loaded.
 """
 
 from __future__ import annotations
 
 import statistics
 from functools import partial
-from unittest.mock import patch
 
 from engine.driving import First, first_token, leave_in, settle
 from gpu.bench import Bench
@@ -17,7 +15,6 @@ from gpu.requests import Steady, warm_up
 from gpu.shapes import QWEN
 from report import Goal, Row
 from stepwell.engine import Engine
-from stepwell.tiers import resume_depth
 
 LENGTHS = (32_768, 131_072)
 PREFIX, NEW = 32_768, 2048
@@ -104,7 +101,7 @@ def _first(bench: Bench, engine: Engine, length: int, bus: float) -> list[Row]:
     if length == bench.tokens(max(LENGTHS)):
         sooner = cold.seconds / took_s
         rows.append(Row(what=f"{length:,} tokens, sooner than cold", figures={}, goal=Goal(value=sooner, limit=LEAST_SOONER)))
-    return [*rows, _computing(engine, prompt, length)]
+    return rows
 
 
 def _from_host(engine: Engine, prompt: list[int]) -> list[First]:
@@ -114,20 +111,6 @@ def _from_host(engine: Engine, prompt: list[int]) -> list[First]:
         leave_in(engine, "host")
         found.append(first_token(engine, prompt))
     return found
-
-
-def _computing(engine: Engine, prompt: list[int], length: int) -> Row:
-    """The end of the prefix is computed where that saves anything at all, by the speeds that were measured."""
-    core = engine.cache._state
-    core.compute_while_loading = True
-    try:
-        with patch.object(resume_depth, "WORTH_IT", 1.0):
-            found = _from_host(engine, prompt)
-    finally:
-        core.compute_while_loading = False
-    took_s = statistics.median(each.seconds for each in found)
-    figures = {"first token, ms": took_s * 1e3, "computed again": length - found[-1].sources.host}
-    return Row(what=f"{length:,} tokens, the end computed", figures=figures)
 
 
 def _note(found: First, cold: First, length: int) -> str:

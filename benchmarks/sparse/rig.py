@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparse.trace import STEADY, Latent, Trace, make_trace
 from stepwell.memory.row_pages import Changes
 from stepwell.sparse import resolve as plain
 from stepwell.sparse.counts import FETCHED
 from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import Plan, Wanted
-from stepwell.sparse.trace import STEADY, Latent, Trace, make_trace
 from stepwell.transfer.torch_memory import pinned_bytes
 
 STEPS, WARM, REPEATS = 32, 2, 5  # of a graph; graphs before anything is measured; graphs that are measured
@@ -81,17 +81,15 @@ def trace_of(shape: Shape) -> Trace:
 
 
 class Rig:
-    def __init__(self, shape: Shape, batch: int, *, cold: bool = False, by_age: bool = False, near: int = 0) -> None:
-        """Rows of the lowest score are replaced, as an engine does; or by their age. `cold` requests find nothing. With `near`,
-        so many rows behind those that are selected may be resolved too.
-        """
-        self.shape, self.batch, self.device, self.near = shape, batch, torch.device(device_of(shape)), near
+    def __init__(self, shape: Shape, batch: int, *, cold: bool = False) -> None:
+        """`cold` requests find nothing."""
+        self.shape, self.batch, self.device = shape, batch, torch.device(device_of(shape))
         self.places = self._places()
-        self.plan = Plan(batch * (shape.count + near), self.device)
+        self.plan = Plan(batch * shape.count, self.device)
         trace = trace_of(shape)
         assert trace.score_NT is not None
         self._position_NK = torch.from_numpy(trace.position_NK).to(self.device)
-        self._score_NT = None if by_age else torch.from_numpy(trace.score_NT).to(self.device)
+        self._score_NT = torch.from_numpy(trace.score_NT).to(self.device)
         self._cold, self._played = cold, 0
         self.wanted = self._wanted()
         self.recorded: dict[Any, Callable[[], None]] = {}
@@ -106,7 +104,6 @@ class Rig:
         rows = torch.zeros(hot, 1, shape.page_rows, shape.row_bytes, dtype=torch.uint8, device=device)
         places = Places(
             rows_PLRE=rows.expand(-1, shape.layers, -1, -1), host_PLRE=host_PLRE, numbers=hot, requests=batch,
-            near=self.near > 0,
             slot_PGR=torch.full((pages, 1, shape.page_rows), 7, dtype=torch.int32, device=device),
             header_P3=torch.zeros(pages, 3, dtype=torch.int32, device=device),
         )  # fmt: skip
@@ -129,8 +126,8 @@ class Rig:
             position = self._position_NK[at_B]
             if self._cold:
                 position = torch.from_numpy(_all_new(random, shape, batch, step)).to(self.device)
-            score = None if self._score_NT is None else self._score_NT[at_B]
-            made.append(Wanted.of(position, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score))
+            score_XT = self._score_NT[at_B]
+            made.append(Wanted.of(position, last_X=last, table_BP=table, hot_BQ=hot, score_XT=score_XT))
         return made
 
     def _traced(self, step: int) -> torch.Tensor:
@@ -145,7 +142,7 @@ class Rig:
             at_B = self._traced(step)
             if not self._cold:
                 wanted.position_XK.copy_(self._position_NK[at_B])
-            if wanted.score_XT is not None and self._score_NT is not None:
+            if wanted.score_XT is not None:
                 wanted.score_XT.copy_(self._score_NT[at_B])
 
     # ---- what is measured -----------------------------------------------------------------------------

@@ -18,11 +18,11 @@ import torch
 
 from engine.driving import settle, step
 from engine.models import held
-from gpu.device_time import longest, profiled
+from gpu.device_time import Span, longest, profiled
 from gpu.requests import LEAST_SHARE
 from gpu.shapes import Made
 from report import KernelTime
-from sparse.overlap import Shares, shares_of
+from sparse.trace import STEADY, Latent
 from sparse.traced import Contexts, TracedSelect, Traces
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
@@ -32,7 +32,6 @@ from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
 from stepwell.engine.ops.kernels import choose_kernels
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES
-from stepwell.sparse.trace import STEADY, Latent
 
 ALL_LAYERS = 61
 CAP_BYTES = 60_000_000_000  # of device memory for the cache, were there all layers
@@ -42,6 +41,7 @@ MORE = 1.06  # times as many requests are asked for as should fit
 TRIES = 4
 MOST_S = 300.0  # until everybody runs who will: kernels may have to be compiled
 SPARE_PAGES = 32  # of the host for each request: answers of all its runs
+FETCH, RESOLVE = "_fetch_kernel", ("_claim_kernel", "_assign_kernel")
 
 
 class Preempted(Exception):
@@ -67,9 +67,6 @@ class Sizes:
     profiled: int = 6
     trace: int = 192  # steps that are made
     answer: int = 512  # tokens: more than any request gets to
-    fetch_beside: bool = False  # of the engine whose rows may be on the host alone, as in `EngineConfig`
-    replace_hot: str = "score"
-    prefetch_near: int = 0
     tiny: bool = False
 
     @property
@@ -89,6 +86,25 @@ TINY = Sizes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """Microseconds of kernels in a step. They run one after the other; copies by the copy engines do not count."""
+
+    kernels: float
+    resolve: float
+    fetch: float
+
+
+def shares_of(spans: Sequence[Span], *, steps: int) -> Shares:
+    """Of one of so many steps. Kernels are told apart by their names."""
+    took = [(span.name, (span.stop - span.start) / steps) for span in spans]
+    return Shares(
+        kernels=sum(us for _, us in took),
+        resolve=sum(us for name, us in took if name.startswith(RESOLVE)),
+        fetch=sum(us for name, us in took if name.startswith(FETCH)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """Of steady steps. Figures of rows are for one step."""
 
@@ -98,8 +114,6 @@ class Measured:
     missing: float = 0.0  # rows of all requests in one layer
     read_through: float = 0.0  # of these, rows without a slot
     fetched_bytes: float = 0.0  # of all layers
-    near: float = 0.0  # rows of one layer that were nearly selected, fetched for the next step
-    near_used: float = 0.0  # of these
     kernels: Shares | None = None  # of one step
     longest: tuple[KernelTime, ...] = ()  # of the same
 
@@ -112,28 +126,18 @@ class Measured:
         """Tokens a second."""
         return self.tokens / len(self.times_s) / self.step_s
 
-    @property
-    def hidden(self) -> float | None:
-        """The share of fetching in which something else is computed; None where nothing is known to be fetched, and where near
-        rows are fetched too: these always run beside the pass, and a profile cannot tell them from what a step waits for.
-        """
-        if self.kernels is None or not self.kernels.fetch or self.near:
-            return None
-        return self.kernels.hidden / self.kernels.fetch
-
     def figures(self, count: int) -> dict[str, float | str]:
         found: dict[str, float | str] = {
             "batch": self.batch, "step, ms": self.step_s * 1e3, "mean, ms": statistics.mean(self.times_s) * 1e3,
             "tokens/s": self.speed, "missing rows a layer": self.missing, "missing, %": 100 * self.missing / self.batch / count,
             "without a slot": self.read_through, "fetched, MB": self.fetched_bytes / 1e6,
         }  # fmt: skip
-        found |= {"near rows a layer": self.near, "of them used": self.near_used} if self.near else {}
         if self.kernels is None:
             return found
         times = {"kernels": self.kernels.kernels, "resolve": self.kernels.resolve, "fetch": self.kernels.fetch}
         found |= {f"{name}, ms": took_us / 1e3 for name, took_us in times.items()}
         found["fetch, % of a step"] = self.kernels.fetch / self.step_s / 1e4
-        return found | ({} if self.hidden is None else {"of it hidden, %": 100 * self.hidden})
+        return found
 
 
 class Served:
@@ -157,10 +161,6 @@ class Served:
             limits=Limits(max_running=max(self.asked.values()), chunk_tokens=sizes.chunk_tokens),
             sparse=sparse, hot_rows=sizes.hot_rows if spills else None,
         )  # fmt: skip
-        if spills:
-            settings = replace(
-                settings, fetch_beside=sizes.fetch_beside, replace_hot=sizes.replace_hot, prefetch_near=sizes.prefetch_near
-            )
         checkpoint = replace(held(made.name, made.model), config=config)
         self.engine = build_engine(checkpoint, settings, kernels=replace(kernels, select=self.select), tuning=sizes.tuning)
         self._contexts = Contexts(self.engine, config)
@@ -230,8 +230,6 @@ class Served:
                 missing=(after.misses - before.misses) / steps / self.layers,
                 read_through=(after.read_through - before.read_through) / steps / self.layers,
                 fetched_bytes=(after.fetched_bytes - before.fetched_bytes) / steps,
-                near=(after.near - before.near) / steps / self.layers,
-                near_used=(after.near_used - before.near_used) / steps / self.layers,
             )
         return self._with_profile(measured, running)
 

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 
 from engine.driving import settle
+from sparse.trace import Latent, make_trace
 from stepwell.engine import Engine
 from stepwell.engine.ops.selection import Picked, Select, Selection
 from stepwell.engine.passes.pages import DevicePages
 from stepwell.engine.passes.paging import Paging, Singles
 from stepwell.engine.passes.rows import Rows, latent_rows
-from stepwell.sparse.trace import Latent, make_trace
 
 TRACES = 2  # which requests have by turns: a trace takes seconds to make, and their misses are alike
 DRAWN_PAGES = 256  # of random rows, written again and again: so many that scores of an index seldom tie

@@ -127,7 +127,6 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         "Rows on the host",
         (
             _a_step("Rows a step", "stepwell_sparse_rows_total", "found"),
-            _a_step("Near rows a step", "stepwell_sparse_near_rows_total", "rows"),
             _a_step("Bytes a step", "stepwell_sparse_bytes_total", "purpose", "bytes"),
             _now("Pages", "stepwell_sparse_pages", "pages"),
         ),

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from engine.arriving_loads import ArrivingLoads
-from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
+from engine.small import alone, greedy, prompt, run, small, tokens_of
+from stepwell.base.config import PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import Plan
 from stepwell.engine import Ask, Engine, Finish, Limits
-from stepwell.policy.store_use import Speed, StoreTuning
+from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.tiers.eviction import make_room
 from waiting import empty_device, run_to_the_end, run_until, settle
@@ -201,22 +201,6 @@ def test_pages_from_a_store_go_on_to_the_device_while_others_are_read(family: st
         usage = deltas[-1].usage
         assert usage is not None and usage.sources.store >= 64
         assert engine.cache.counters["loaded_ahead_pages"] and loads.num_begun >= 1
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_the_end_of_a_prefix_is_computed_while_its_head_arrives(family: str) -> None:
-    ask = greedy(prompt(113))
-    placement = PlacementConfig(interval_tokens=PAGE, decode_interval_tokens=0)
-    with small(family, compute_while_loading=True, placement=placement, limits=Limits(chunk_tokens=256)) as engine:
-        loads = ArrivingLoads(engine)
-        served(engine, greedy(prompt(100)))
-        evict_to_host(engine)
-        core = engine.cache._state
-        core.compute_speed = Speed(1.0)
-        core.copies.load_speed.per_s = core.spec.object_bytes(Kind.PREFIX) / PAGE / 4  # four seconds a token
-        assert served(engine, ask) == alone(family, [ask])[0]
-        assert core.counters["computed_while_loading_tokens"] >= PAGE
-        assert loads.num_begun == (family == "llama"), "the others have no checkpoint before their last"
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,4 +1,4 @@
-"""Which hot rows are replaced: by the scores that selected the others, handed on by every selector; or the oldest."""
+"""Which hot rows are replaced: by the scores that selected the others, handed on by every selector."""
 
 from __future__ import annotations
 
@@ -66,12 +66,3 @@ def test_scores_that_selected_the_rows_decide_which_others_are_replaced(selector
             check_scores(wanted)
         assert all(wanted.score_XT is not None for wanted in seen if (wanted.last_X > 150).any()), "it selects, and by scores"
         assert report(engine).hits and report(engine).misses
-
-
-@pytest.mark.parametrize("selector", ["dsa", "quest"])
-def test_rows_are_replaced_by_age_where_that_is_asked_for(selector: str) -> None:
-    with made(selector, replace_hot="age") as engine:
-        press(engine)
-        seen = watched(engine)
-        assert [tokens_of(deltas) for deltas in run(engine, ASKS)] == expected(selector)
-        assert seen and all(wanted.score_XT is None for wanted in seen)

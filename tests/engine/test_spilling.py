@@ -53,20 +53,11 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"write": WritePolicy.BACK}, "write=through"),
         ({"write": WritePolicy.SELECTIVE}, "write=through"),
         ({"hot_rows": -1}, "0 or more"),
-        ({"replace_hot": "lru"}, "score, age"),
-        ({"prefetch_near": -1}, "prefetch_near must be 0 or more"),
-        ({"prefetch_near": 8, "hot_rows": 0}, "fetched into hot ones"),
         ({"sparse": None}, "hot_rows are for"),
         ({"sparse": "quest", "host_memory": 0}, "quest` with hot_rows.*host tier.*leave hot_rows out"),
         ({"sparse": "clusterkv", "write": WritePolicy.BACK}, "clusterkv` with hot_rows.*write=through"),
         ({"sparse_budget": 100}, "leave sparse_budget out"),
         ({"sparse_budget": 0, "sparse": "quest"}, "a number of tokens"),
-        *(
-            ({"sparse": sparse, "hot_rows": None, **given}, f"{next(iter(given))} is for attention rows on the host")
-            for sparse in (None, "quest")
-            for given in ({"replace_hot": "age"}, {"fetch_beside": True}, {"stage_ahead": True}, {"prefetch_near": 8})
-        ),
-        ({"sparse": None, "hot_rows": None, "compute_while_loading": True, "host_memory": 0}, "compute_while_loading.*host tier"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_weights_are_read(settings: dict[str, Any], why: str) -> None:
@@ -97,9 +88,8 @@ def test_hot_rows_are_no_more_than_the_longest_request_has_tokens() -> None:
         assert [tokens_of(each) for each in run(engine, asks)] == alone("deepseek_v32", asks)
 
 
-@pytest.mark.parametrize("stage_ahead", [False, True])
-def test_what_is_needed_beside_pages_is_taken_off_the_device(stage_ahead: bool) -> None:
-    with small("deepseek_v32") as plain, engine_for("deepseek_v32", stage_ahead=stage_ahead) as engine:
+def test_what_is_needed_beside_pages_is_taken_off_the_device() -> None:
+    with small("deepseek_v32") as plain, engine_for("deepseek_v32") as engine:
         sizes = [each.cache.stats().tier(Tier.DEVICE).size_bytes for each in (plain, engine)]
         places = engine._runner._pages.spilling
         assert places is not None
@@ -312,15 +302,15 @@ def test_a_request_that_cannot_spill_is_refused_where_all_its_rows_would_not_fit
 # ---- drafts -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hot_rows", "near"), [(0, 0), (2 * PAGE, 0), (6 * PAGE, 0), (6 * PAGE, 12)])
-def test_drafts_of_the_models_own_layer_are_verified_over_rows_on_the_host(hot_rows: int, near: int) -> None:
+@pytest.mark.parametrize("hot_rows", [0, 2 * PAGE, 6 * PAGE])
+def test_drafts_of_the_models_own_layer_are_verified_over_rows_on_the_host(hot_rows: int) -> None:
     """Several query rows of a request select together. Draft rows stay on the device."""
     made = short(target("deepseek_v32", own_layer=True))
     asks = [Ask(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1)) for length in (40, 180, 97)]
     settings = DEFAULTS | {"draft": "mtp", "limits": LIMITS}
     with build_engine(made, EngineConfig(**settings)) as engine:
         expected = run(engine, asks)
-    with build_engine(made, EngineConfig(**settings, sparse="dsa", hot_rows=hot_rows, prefetch_near=near)) as engine:
+    with build_engine(made, EngineConfig(**settings, sparse="dsa", hot_rows=hot_rows)) as engine:
         press(engine)
         played = run(engine, asks)
         again = run(engine, [replace(ask, tokens=[*ask.tokens, *prompt(20)]) for ask in asks])
@@ -332,7 +322,7 @@ def test_drafts_of_the_models_own_layer_are_verified_over_rows_on_the_host(hot_r
         assert one[-1].usage is not None and other[-1].usage is not None
         assert one[-1].usage.accepted_tokens == other[-1].usage.accepted_tokens
     assert sum(deltas[-1].usage.accepted_tokens for deltas in again if deltas[-1].usage is not None) > 0
-    assert found.misses and (found.read_through == found.misses) == (hot_rows == 0) and (found.near_used > 0) == (near > 0)
+    assert found.misses and (found.read_through == found.misses) == (hot_rows == 0)
 
 
 # ---- figures ----------------------------------------------------------------------------------------
@@ -343,7 +333,7 @@ def test_state_and_metrics_show_what_came_of_rows() -> None:
     from stepwell.server.monitoring.engine_metrics import _families
     from stepwell.server.state import read_state
 
-    with engine_for("deepseek_v32", prefetch_near=8) as engine:
+    with engine_for("deepseek_v32") as engine:
         press(engine)
         engine.submit(greedy(prompt(200), 20))
         for _ in range(12):
@@ -356,10 +346,8 @@ def test_state_and_metrics_show_what_came_of_rows() -> None:
         assert shown["stepwell_sparse_rows_total", "hits"] == found.hits > 0
         assert shown["stepwell_sparse_rows_total", "misses"] == found.misses > 0
         assert shown["stepwell_sparse_rows_total", "read_through"] == found.read_through
-        assert shown["stepwell_sparse_near_rows_total", "fetched"] == found.near > 0
-        assert shown["stepwell_sparse_near_rows_total", "used"] == found.near_used > 0
         row_bytes = engine.cache.spec.state("kv").row_bytes
-        assert found.fetched_bytes == (found.misses - found.read_through + found.near) * row_bytes
+        assert found.fetched_bytes == (found.misses - found.read_through) * row_bytes
         assert shown["stepwell_sparse_bytes_total", "fetched"] == found.fetched_bytes > 0
         assert shown["stepwell_sparse_pages", "host"] == found.host_pages
         assert shown["stepwell_sparse_pages", "hot"] == found.hot_pages == 2

@@ -205,7 +205,7 @@ def test_what_ranks_cannot_do_is_said_before_anything_is_loaded(root: Path) -> N
         open_engine("llama", root, 1, worker_limits=PATIENT)
 
 
-@pytest.mark.parametrize("given", [{"draft": "mtp"}, {"sparse": "quest"}, {"fetch_beside": True}, {"stage_ahead": True}])
+@pytest.mark.parametrize("given", [{"draft": "mtp"}, {"sparse": "quest"}, {"checkpoint_dtype": "int8"}])
 def test_what_would_be_ignored_is_refused_with_what_to_do(given: dict[str, object], root: Path) -> None:
     (name,) = given
     with pytest.raises(ConfigError, match=f"{name} works on one rank only, so far: leave it out, or use tensor_parallel 1"):

@@ -95,6 +95,5 @@ def test_rows_on_the_host_are_found_fetched_and_read(which: str) -> None:
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("kept", [PLAIN, gathering.LATENT], ids=str)
-@pytest.mark.parametrize("late", [False, True])
-def test_rows_on_the_host_are_gathered(kept: RowFormat, which: str, late: bool) -> None:
-    gathering.check_gathering_from_far_pages(kept, which, late=late)
+def test_rows_on_the_host_are_gathered(kept: RowFormat, which: str) -> None:
+    gathering.check_gathering_from_far_pages(kept, which)

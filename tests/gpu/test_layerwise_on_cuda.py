@@ -8,15 +8,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from not_run import NO_CUDA  # noqa: E402
-from parity.recorded import PAGE, Played, Recorded, distance, same_bits, script  # noqa: E402
+from parity.recorded import Played, Recorded, distance, same_bits, script  # noqa: E402
 from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
-from stepwell.base.ids import Kind, Tier  # noqa: E402
-from stepwell.policy.store_use import Speed, StoreTuning  # noqa: E402
+from stepwell.base.ids import Tier  # noqa: E402
+from stepwell.policy.store_use import StoreTuning  # noqa: E402
 from stepwell.store.memory import MemoryStore  # noqa: E402
 from stepwell.transfer import layer_events  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
 from stepwell.transfer.page_copier import PageCopier, Routed, StagedIds  # noqa: E402
-from waiting import wait_until  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 
@@ -108,28 +107,3 @@ def test_without_layers_the_bits_are_the_same(family: str) -> None:
         recorded.close()
     for one, other in zip(*answers, strict=True):
         assert same_bits(one, other), f"differs by {distance(one, other)}"
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_the_end_of_a_prefix_is_computed_while_its_head_arrives(family: str, waits: list[bool]) -> None:
-    """Were the bus as slow as the test says, half of it would be. In fp32: it is cut elsewhere, so last bits may differ."""
-    engine = recording(family, dtype="fp32")
-    prompt = [7 * at % 128 for at in range(10 * PAGE + 1)]
-    cold = engine.play(prompt)
-    engine.close()
-    recorded = recording(family, dtype="fp32", compute_while_loading=True)
-    recorded.play(prompt)
-    core = recorded.engine.cache._state
-    waits.clear()
-
-    def gets_ahead() -> bool:
-        poison_device(recorded)
-        core.compute_speed = Speed(1.0)
-        core.copies.load_speed.per_s = core.spec.object_bytes(Kind.PREFIX) / PAGE
-        now = recorded.play(prompt)
-        assert 0 < now.resumed < 10 * PAGE and core.counters["computed_while_loading_tokens"] >= PAGE
-        assert now.tokens == cold.tokens and distance(now, cold) < 1e-3
-        return False in waits
-
-    wait_until(gets_ahead, "a pass ahead of its load")  # a thread that slept may find that all has arrived
-    recorded.close()

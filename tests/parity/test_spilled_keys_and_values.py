@@ -78,15 +78,6 @@ def test_rows_that_may_spill_and_do_not_change_nothing(selector: str, resident: 
     made.close()
 
 
-@pytest.mark.parametrize("how", [{}, {"fetch_beside": True}, {"replace_hot": "age"}], ids=["", "beside", "by age"])
-def test_rows_that_were_nearly_picked_change_no_bit(selector: str, resident: list[Played], how: dict[str, Any]) -> None:
-    made = spilled("llama", hot_rows=10 * PAGE, prefetch_near=24, **how, **picking(selector))
-    check_same(two_turns(made), resident)
-    found = report(made)
-    assert found.misses and found.near > found.near_used > 0
-    made.close()
-
-
 @pytest.mark.parametrize("hot_rows", [0, PAGE, BUDGET, 8 * PAGE, 12 * PAGE])
 def test_rows_on_the_host_change_no_bit(selector: str, resident: list[Played], hot_rows: int) -> None:
     """With no hot rows, fewer than are picked, as many, and some more. Freed pages hold no numbers."""
@@ -234,13 +225,6 @@ def test_a_device_too_small_for_one_request(selector: str) -> None:
     assert counters["spilled_pages"] > 20 and report(other).staged_bytes and report(other).misses
     one.close()
     other.close()
-
-
-def test_rows_of_the_next_layer_that_are_copied_ahead(selector: str, resident: list[Played]) -> None:
-    made = spilled("llama", hot_rows=8 * PAGE, stage_ahead=True, **picking(selector))
-    check_same(two_turns(made), resident)
-    assert report(made).staged_bytes
-    made.close()
 
 
 def test_stores_are_shared_by_engines_with_and_without(selector: str, resident: list[Played], tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ models of transformers, which know neither pages nor hosts.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -71,19 +70,6 @@ def test_rows_on_the_host_change_no_bit(family: str, resident: list[Played], hot
     assert (found.hits > 0) == (found.fetched_bytes > 0) == (hot_rows > 0)
     assert found.read_through > 0 or hot_rows > SELECTED
     assert (found.read_through == found.misses) == (hot_rows == 0)
-    made.close()
-
-
-@pytest.mark.parametrize("how", [{}, {"fetch_beside": True}, {"replace_hot": "age"}], ids=["", "beside", "by age"])
-@pytest.mark.parametrize("hot_rows", [PAGE, 4 * PAGE, 8 * PAGE])
-def test_rows_that_were_nearly_selected_change_no_bit(
-    family: str, resident: list[Played], hot_rows: int, how: dict[str, Any]
-) -> None:
-    """Fetched behind each layer for the next step: with fewer slots than are selected, some more, and enough for all."""
-    made = spilled(family, hot_rows=hot_rows, prefetch_near=12, **how)
-    check_same(two_turns(made), resident)
-    found = report(made)
-    assert found.misses and found.near >= found.near_used and (found.near_used > 0 or hot_rows < SELECTED)
     made.close()
 
 
@@ -161,17 +147,6 @@ def test_a_device_too_small_for_one_request(family: str) -> None:
     room = other.engine.cache.stats().tier(Tier.DEVICE).size_bytes
     assert room < pages * (spec.device_bytes(Kind.ROWS) + spec.device_bytes(Kind.PREFIX)), "all of it would have fitted"
     assert counters["spilled_pages"] > 20 and report(other).staged_bytes and report(other).misses
-    one.close()
-    other.close()
-
-
-def test_rows_of_the_next_layer_that_are_copied_ahead(family: str) -> None:
-    """One prompt, whose rows leave the device while it is computed; and several side by side, of which none is copied ahead."""
-    one, other = recorded(family), spilled(family, hot_rows=2 * PAGE, stage_ahead=True)
-    (prompt,) = prompts((300,), seed=5)
-    check_same([other.play(prompt, answer=4)], [one.play(prompt, answer=4)])
-    assert report(other).staged_bytes
-    check_same(two_turns(other), two_turns(one))
     one.close()
     other.close()
 

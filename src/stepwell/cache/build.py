@@ -43,7 +43,6 @@ class CacheTuning:
     copy_timeout_s: float = COPY_TIMEOUT_S
     eviction: ValuePolicy | None = None  # another order of eviction than the one that is learned
     placement: PlacementRules | None = None  # other rules than those that the settings make
-    compute_while_loading: bool = False  # by measured speeds, the end of a prefix is computed rather than loaded
 
     def __post_init__(self) -> None:
         if self.copy_timeout_s <= 0:
@@ -155,7 +154,6 @@ def build_cache(
         clock=clock,
         placement=tuning.placement or rules_for(config.placement),
         copy_timeout_s=tuning.copy_timeout_s,
-        compute_while_loading=tuning.compute_while_loading,
         reuse=reuse if tuning.eviction is None else None,
         write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,
     )

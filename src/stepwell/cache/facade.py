@@ -26,7 +26,6 @@ from stepwell.cache.read_only import ReadOnlyCache
 from stepwell.cache.report import StepReport
 from stepwell.cache.store import StoreControl
 from stepwell.cache.upkeep import Upkeep
-from stepwell.policy.loading import LEAST_CHUNK_TOKENS
 from stepwell.policy.store_use import Speed
 from stepwell.store_tier.hand_out import HandOut, hand_out, is_on_host
 from stepwell.store_tier.ticket import Ticket
@@ -42,6 +41,8 @@ from stepwell.tree.feed import MOST_PAGES, EventFeed
 from stepwell.tree.match import Match
 from stepwell.tree.node import LossReason
 from stepwell.tree.pruning import clear, lose_device
+
+LEAST_CHUNK_TOKENS = 64  # a few tokens do not say how fast many are computed
 
 
 class Cache(ReadOnlyCache):

@@ -59,10 +59,6 @@ def _configure_engine(group: ArgumentGroup) -> None:
         help="with --sparse: attention rows may be on the host alone, and a request keeps N of each layer on the device "
         "(default: 4096 with dsa; else rows stay on the device)",
     )  # fmt: skip
-    group.add_argument(
-        "--prefetch-near", type=int, default=0, metavar="N",
-        help="with hot rows: a step also fetches up to N rows a layer that it nearly picked, for the next step (default: 0)",
-    )  # fmt: skip
 
 
 def _configure_batches(group: ArgumentGroup) -> None:
@@ -123,10 +119,6 @@ def _configure_checkpoints(group: ArgumentGroup) -> None:
         help="how long requests wait for the store (default: timeout)",
     )  # fmt: skip
     group.add_argument(
-        "--compute-while-loading", action="store_true",
-        help="compute the end of a prefix while the rest comes from the host, where that is 10%% sooner by measured speeds",
-    )  # fmt: skip
-    group.add_argument(
         "--checkpoint-interval", type=int, metavar="TOKENS",
         help="distance of checkpoints in a prompt, for models that need them (default: 8192, or what suits the model)",
     )  # fmt: skip
@@ -163,10 +155,8 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
         sparse=args.sparse,
         sparse_budget=args.sparse_budget,
         hot_rows=args.hot_rows,
-        prefetch_near=args.prefetch_near,
         tensor_parallel=args.tensor_parallel,
         restart_workers=args.restart_workers,
-        compute_while_loading=args.compute_while_loading,
         device_memory=args.device_memory,
         host_memory=args.host_memory,
         store=args.store,

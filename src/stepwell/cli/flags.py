@@ -19,7 +19,7 @@ _OTHER = {
 _SNAKE = (
     "device_bytes", "host_bytes", "device_memory", "host_memory", "store_budget", "store_options", "page_tokens", "max_context",
     "max_running", "chunk_tokens", "kv_dtype", "checkpoint_dtype", "checkpoint_delay_s", "draft_tokens", "sparse_budget",
-    "hot_rows", "prefetch_near", "tensor_parallel", "restart_workers", "compute_while_loading",
+    "hot_rows", "tensor_parallel", "restart_workers",
 )  # fmt: skip
 _WORDS = ("store", "device", "dtype", "kernels", "sparse", "draft", "write", "budget", "requests", "jobs")
 _SETTING = re.compile(

@@ -4,8 +4,6 @@
     hits           references to rows that were in a hot slot already
     fetched        rows that got a slot, and are copied into it
     read_through   rows that got none, and references of requests without hot pages: read from the host
-    near           rows that nobody selected, and that were fetched for the next pass
-    near_used      of these, rows that were selected while they were there, each once
 
 Requests of a batch count side by side, so that programs do not wait for each other. Decides nothing. Axes: G groups, B places in
 a batch, C kinds of counts.
@@ -18,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-RESIDENT, HITS, FETCHED, READ_THROUGH, NEAR, NEAR_USED = range(6)
-KINDS = 6
+RESIDENT, HITS, FETCHED, READ_THROUGH = range(4)
+KINDS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +28,7 @@ class Found:
     hits: int = 0
     fetched: int = 0
     read_through: int = 0
-    near: int = 0
-    near_used: int = 0
-    fetched_bytes: int = 0  # of what was missing, and of what was near
+    fetched_bytes: int = 0
 
 
 class Counts:
@@ -56,10 +52,8 @@ class Counts:
         """The sums last asked for, with the bytes that one row of each group has over its layers; None while they come."""
         if self._copied is not None and not self._copied.query():
             return None
-        copied_G = (self._sum_GC[:, FETCHED] + self._sum_GC[:, NEAR]).tolist()
-        fetched_bytes = sum(rows * size for rows, size in zip(copied_G, row_bytes, strict=True))
-        resident, hits, fetched, read_through, near, near_used = self._sum_GC.sum(dim=0).tolist()
+        fetched_bytes = sum(rows * size for rows, size in zip(self._sum_GC[:, FETCHED].tolist(), row_bytes, strict=True))
+        resident, hits, fetched, read_through = self._sum_GC.sum(dim=0).tolist()
         return Found(
-            resident=resident, hits=hits, fetched=fetched, read_through=read_through, near=near, near_used=near_used,
-            fetched_bytes=fetched_bytes,
+            resident=resident, hits=hits, fetched=fetched, read_through=read_through, fetched_bytes=fetched_bytes
         )  # fmt: skip

@@ -3,8 +3,7 @@
     prefix page   header: ordinal | its rows page, or -1 | its host page, or -1       one of the two, always
                   hint of a row and group: the hot slot to look in, or anything else
     hot slot      key: the row it holds, or -1             slot s of hot page n:  n = s // R, row s % R of that page
-                  stamp: the last pass that used it, or ~ that pass if the row came in it; ~ (NEAR_PASS + that pass) if it
-                  came, or was kept, because it was nearly selected, and nobody has selected it since
+                  stamp: the last pass that used it
 
 A row is in hot slot `s` only if the key of `s` says so. A hint alone says nothing, so a wrong one costs a fetch and is never
 served. Keys lie in memory of their own, which nothing else uses.
@@ -28,8 +27,7 @@ from stepwell.sparse.counts import Counts
 
 ORDINAL, ROWS, HOST = range(len(HEADER_FIELDS))  # what a header holds
 MOST_ROWS = 2**31 - 1  # row numbers are int32
-NEAR_PASS = 2**30  # marks stamps of rows that nobody has selected
-LAST_PASS = NEAR_PASS - 2  # of passes
+LAST_PASS = 2**31 - 2  # stamps are int32
 
 
 def check_pages(page_rows: int, **pages: int) -> None:
@@ -62,11 +60,8 @@ class Places:
         header_P3: torch.Tensor,
         numbers: int,
         requests: int,
-        near: bool = False,
     ) -> None:
-        """For up to `numbers` hot pages at a time, and `requests` in a batch. Raises ConfigError for too many. With `near`, rows
-        may come that nobody selected, and it is counted which of them are used.
-        """
+        """For up to `numbers` hot pages at a time, and `requests` in a batch. Raises ConfigError for too many."""
         page_rows = rows_PLRE.shape[2]
         assert rows_PLRE.shape[1:] == host_PLRE.shape[1:], f"{rows_PLRE.shape=} {host_PLRE.shape=}"
         assert slot_PGR.shape[2] == page_rows and header_P3.shape[1] == 3, f"{slot_PGR.shape=} {header_P3.shape=}"
@@ -74,7 +69,6 @@ class Places:
         check_pages(page_rows, device=max(len(rows_PLRE), len(slot_PGR)), host=len(host_PLRE), hot=numbers)
         self.rows_PLRE, self.host_PLRE, self.slot_PGR, self.header_P3 = rows_PLRE, host_PLRE, slot_PGR, header_P3
         self.page_rows, self.groups, self.slots = page_rows, slot_PGR.shape[1], numbers * page_rows
-        self.near = near
         device = slot_PGR.device
         self.key_GS = torch.full((self.groups, self.slots), ABSENT, dtype=torch.int32, device=device)
         self.stamp_GS = torch.zeros_like(self.key_GS)

@@ -2,35 +2,23 @@
 
     bin 0      used in this pass: never given away
     bin 255    empty: first
-    between    by age, one bin a pass (least recently used), or by the score its row has now (lowest score, highest bin)
+    between    by the score its row has now: the lowest score is in the highest bin
 
-Ages of 254 passes and more are one bin, so a slot needs no list of who was used before whom. Pure. Axes: H slots of a request.
+Pure. Axes: H slots of a request.
 """
 
 from __future__ import annotations
 
 import torch
 
-from stepwell.sparse.places import NEAR_PASS
-
 BINS = 256
 IN_USE, EMPTY, LAST = 0, 255, 254
 LARGEST = 3e38  # finite in fp32
 
 
-def used_in(stamp_H: torch.Tensor) -> torch.Tensor:
-    """The last pass that used each slot, whether its row came then or was there, selected or nearly."""
-    return torch.where(stamp_H < 0, ~stamp_H, stamp_H) & (NEAR_PASS - 1)
-
-
-def age_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Passes since each slot was used."""
-    return (now - used_in(stamp_H)).clamp(max=LAST).masked_fill(key_H < 0, EMPTY)
-
-
 def score_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor, score_H: torch.Tensor) -> torch.Tensor:
     """Equal steps between the lowest and the highest score of slots that are not in use. -inf goes first, inf last."""
-    idle_H = (key_H >= 0) & (used_in(stamp_H) < now)
+    idle_H = (key_H >= 0) & (stamp_H < now)
     known_H = idle_H & score_H.isfinite()
     high = score_H.masked_fill(~known_H, -torch.inf).amax()
     low = score_H.masked_fill(~known_H, torch.inf).amin()

@@ -5,8 +5,6 @@
     assign   winners of a request, in the order of its references, get slots of its own hot pages: those that `replacement` gives
              away first. Who gets none is read from the host where it lies, by whoever gathers
     fetch    rows of the plan, host page -> hot page, of one layer. Layers that share a selection replay the same plan
-    near     rows that were nearly selected are resolved a second time around, for the next pass: once nobody reads rows of the
-             group any more in this one, since who reads a row believes the tables. What this pass has used keeps its slot
 
 The result is the same whatever runs first: a row that is missing is missing for all, and claims are a minimum. Selections are
 never changed by where rows are. Plain torch is the reference, runs anywhere and, on CUDA, waits.
@@ -24,9 +22,9 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.memory.row_pages import ABSENT
-from stepwell.sparse.counts import FETCHED, HITS, NEAR, NEAR_USED, READ_THROUGH, RESIDENT
-from stepwell.sparse.places import HOST, NEAR_PASS, ORDINAL, ROWS, Places
-from stepwell.sparse.replacement import age_bins, score_bins, used_in
+from stepwell.sparse.counts import FETCHED, HITS, READ_THROUGH, RESIDENT
+from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
+from stepwell.sparse.replacement import score_bins
 
 CLAIM = -(2**30)  # a hint of CLAIM + e: entry e claims the row. Entries are numbered x * K + k
 MOST_ENTRIES = 2**30
@@ -42,8 +40,7 @@ class Wanted:
     first_A: torch.Tensor  # the first query row of each request, and their number
     table_BP: torch.Tensor  # prefix pages of each request
     hot_BQ: torch.Tensor  # numbers of the hot pages each request has, -1 behind them
-    score_XT: torch.Tensor | None = None  # with it, slots with the lowest scores are given away first; else the oldest
-    near: bool = False  # whether nobody reads them in this pass: for the next one, which may select them
+    score_XT: torch.Tensor | None = None  # slots with the lowest scores are given away first; None: -inf throughout
 
     @classmethod
     def of(
@@ -82,9 +79,8 @@ class Plan:
             )
         self.source_M, self.target_M, self.claim_M, self.winner_M = (
             torch.empty(entries, dtype=torch.int32, device=device) for _ in range(4)
-        )  # the last two are between claim and assign only; then `claim_M` is for whoever gathers while rows are fetched
+        )  # the last two are between claim and assign only
         self.count_1 = torch.zeros(1, dtype=torch.int32, device=device)
-        self.late_1 = torch.zeros(1, dtype=torch.int32, device=device)  # references that whoever gathers has put off
 
     @property
     def entries(self) -> int:
@@ -142,11 +138,11 @@ def _claim(places: Places, group: int, wanted: Wanted) -> tuple[torch.Tensor, to
     bound_XK, backed_XK = header[..., ROWS] >= 0, header[..., HOST] >= 0
     slot_XK, hit_XK = places.hot_slot(page_XK, row_XK, group)
     hit_XK &= asked_XK & ~bound_XK
-    _stamp(places, group, wanted, slot_XK, hit_XK)
+    places.stamp_GS[group, slot_XK[hit_XK]] = places.now_1
     missing_XK = asked_XK & ~bound_XK & ~hit_XK & backed_XK
     keeps_X1 = (wanted.hot_BQ >= 0).any(dim=1)[owner_X, None]
     counted = ((RESIDENT, asked_XK & bound_XK), (HITS, hit_XK), (READ_THROUGH, missing_XK & ~keeps_X1))
-    for kind, counted_XK in () if wanted.near else counted:
+    for kind, counted_XK in counted:
         places.counts.tally_GBC[group, :, kind].index_add_(0, owner_X, counted_XK.sum(dim=1))
     entry_E = (missing_XK & keeps_X1).flatten().nonzero()[:, 0]
     key_E = (page_XK * size + row_XK).flatten()[entry_E]
@@ -164,27 +160,6 @@ def _firsts(number_E: torch.Tensor) -> torch.Tensor:
     return at_E[first_E].sort().values
 
 
-def _stamp(places: Places, group: int, wanted: Wanted, slot_XK: torch.Tensor, hit_XK: torch.Tensor) -> None:
-    """Slots that are hit are in use now. For what was nearly selected, only those that this pass has not used yet: such a row may
-    be on its way. Who selects a row first that came for being near counts it.
-    """
-    stamp_S, now = places.stamp_GS[group], places.now_1
-    if wanted.near:
-        slot_N = slot_XK[hit_XK]
-        slot_N = slot_N[used_in(stamp_S[slot_N]) < now]
-        stamp_S[slot_N] = torch.where(_is_near(stamp_S[slot_N]), ~(now + NEAR_PASS), now)
-        return
-    slot_N, owner_N = slot_XK[hit_XK], wanted.owner_X.long()[:, None].expand_as(slot_XK)[hit_XK]
-    near_N = _is_near(stamp_S[slot_N])
-    first_U = _firsts(slot_N[near_N])
-    places.counts.tally_GBC[group, :, NEAR_USED].index_add_(0, owner_N[near_N][first_U], torch.ones_like(first_U))
-    stamp_S[slot_N] = now
-
-
-def _is_near(stamp: torch.Tensor) -> torch.Tensor:
-    return stamp < -NEAR_PASS
-
-
 def _assign(places: Places, group: int, wanted: Wanted, plan: Plan, request: int, key_W: torch.Tensor) -> None:
     size, number_Q = places.page_rows, wanted.hot_BQ[request].long()
     number_Q = number_Q[number_Q >= 0]
@@ -194,21 +169,21 @@ def _assign(places: Places, group: int, wanted: Wanted, plan: Plan, request: int
     chosen = torch.sort(bin_H, descending=True, stable=True).indices[:given].sort().values
     slot_W, key_W, left = slot_H[chosen], key_W[:given], key_W[given:]
     places.key_GS[group, slot_W] = key_W.int()
-    places.stamp_GS[group, slot_W] = ~(places.now_1 + NEAR_PASS * wanted.near)
+    places.stamp_GS[group, slot_W] = places.now_1
     places.slot_PGR[key_W // size, group, key_W % size] = slot_W.int()
     places.slot_PGR[left // size, group, left % size] = ABSENT
     mine = slice(int(plan.count_1), int(plan.count_1) + given)
     plan.source_M[mine] = places.header_P3[key_W // size, HOST] * size + (key_W % size).int()
     plan.target_M[mine] = places.hot_N[slot_W // size] * size + (slot_W % size).int()
     plan.count_1 += given
-    places.counts.tally_GBC[group, request, NEAR if wanted.near else FETCHED] += given
-    places.counts.tally_GBC[group, request, READ_THROUGH] += 0 if wanted.near else len(left)
+    places.counts.tally_GBC[group, request, FETCHED] += given
+    places.counts.tally_GBC[group, request, READ_THROUGH] += len(left)
 
 
 def _bins(places: Places, group: int, wanted: Wanted, request: int, slot_H: torch.Tensor) -> torch.Tensor:
     key_H, stamp_H = places.key_GS[group, slot_H], places.stamp_GS[group, slot_H]
     if wanted.score_XT is None:
-        return age_bins(key_H, stamp_H, places.now_1)
+        return score_bins(key_H, stamp_H, places.now_1, torch.full_like(key_H, -torch.inf, dtype=torch.float32))
     mine_YT = wanted.score_XT[int(wanted.first_A[request]) : int(wanted.first_A[request + 1])].float()
     mine_YT = mine_YT.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     held_H = key_H.long().clamp_min(0)

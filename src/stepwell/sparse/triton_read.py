@@ -52,8 +52,7 @@ def tables(places: Places, group: int) -> tuple[Any, ...]:
 
 @triton.jit
 def look_up(page, row, asked, header, hint, key_S, hot_N, slots, header_stride, hint_stride, SIZE: tl.constexpr):
-    """Where rows of prefix pages are: page and row on the device, or page on the host and the same row; each -1 where it is not;
-    and the hot slot it is in.
+    """Where rows of prefix pages are: page and row on the device, or page on the host and the same row; each -1 where it is not.
 
     A hint is believed if the slot's key is this very row, whatever the hint is.
     """
@@ -66,7 +65,7 @@ def look_up(page, row, asked, header, hint, key_S, hot_N, slots, header_stride, 
     hot = tl.load(hot_N + slot // SIZE, mask=hit, other=-1)
     device = tl.where(hit, hot, own).to(tl.int64)
     below = tl.where(device >= 0, -1, below).to(tl.int64)
-    return device, tl.where(hit, slot % SIZE, row).to(tl.int64), below, tl.where(hit, slot, -1)
+    return device, tl.where(hit, slot % SIZE, row).to(tl.int64), below
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def _read_kernel(
     asked = number < count
     page = tl.load(page_N + number, mask=asked, other=0).to(tl.int64)
     row = tl.load(row_N + number, mask=asked, other=0).to(tl.int64)
-    there, at, below, _ = look_up(page, row, asked, header, hint, key_S, hot_N, slots, header_stride, hint_stride, SIZE)
+    there, at, below = look_up(page, row, asked, header, hint, key_S, hot_N, slots, header_stride, hint_stride, SIZE)
     from_device = (there * device_page + at * device_row)[:, None]
     from_host = (below * host_page + row * host_row)[:, None]
     word = tl.arange(0, UNIT)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from stepwell.sparse.counts import KINDS
-from stepwell.sparse.places import NEAR_PASS, Places
+from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import CLAIM, Plan, Wanted
 
 CLAIM_BLOCK, CLAIM_WARPS = 256, 4
@@ -35,8 +35,7 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         places.header_P3, hint_PR, key_S, stamp_S, places.now_1, plan.claim_M, plan.count_1, tally_BC,
         count, places.slots, wanted.position_XK.stride(0), wanted.table_BP.stride(0), wanted.hot_BQ.stride(0),
         places.header_P3.stride(0), hint_PR.stride(0),
-        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, HOT=hot_pages > 0, NEAR=wanted.near, COUNT_NEAR=places.near, MARK=NEAR_PASS,
-        KINDS=KINDS, BLOCK=CLAIM_BLOCK, num_warps=CLAIM_WARPS,
+        SIZE=places.page_rows, FIRST_CLAIM=CLAIM, HOT=hot_pages > 0, KINDS=KINDS, BLOCK=CLAIM_BLOCK, num_warps=CLAIM_WARPS,
     )  # fmt: skip
     if not hot_pages:
         return
@@ -49,25 +48,18 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
         count, hot_pages, wanted.hot_BQ.stride(0), places.header_P3.stride(0), hint_PR.stride(0),
         0 if score_XT is None else score_XT.stride(0),
         SIZE=places.page_rows, FIRST_CLAIM=CLAIM, SCORED=score_XT is not None, WHOLE=hot_pages * places.page_rows <= block,
-        NEAR=wanted.near, MARK=NEAR_PASS, KINDS=KINDS, BLOCK=block, num_warps=ASSIGN_WARPS,
+        KINDS=KINDS, BLOCK=block, num_warps=ASSIGN_WARPS,
     )  # fmt: skip
 
 
 # ---- kernels ----------------------------------------------------------------------------------------
 
 
-@triton.jit
-def _used_in(stamp, MARK: tl.constexpr):
-    """As `replacement.used_in`."""
-    return tl.where(stamp < 0, -1 - stamp, stamp) & (MARK - 1)
-
-
 @triton.jit(do_not_specialize=["table_stride", "position_stride"])
 def _claim_kernel(
     position, last, owner, table, hot, header, hint, key_S, stamp_S, now, claim, plan_count, tally,
     count, slots, position_stride, table_stride, hot_stride, header_stride, hint_stride,
-    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, HOT: tl.constexpr, NEAR: tl.constexpr, COUNT_NEAR: tl.constexpr,
-    MARK: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, HOT: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Entries of one query row. A hint that is not of this row never matches, whatever is in it and whoever writes to it now."""
     query = tl.program_id(0)
@@ -87,22 +79,9 @@ def _claim_kernel(
     key = (page * SIZE + row).to(tl.int32)
     hit = sane & (tl.load(key_S + slot, mask=sane, other=-1) == key)
     tally += request * KINDS
-    this = tl.load(now) + tl.zeros_like(slot)
-    if NEAR:  # what this pass has used stays as it is: its row may be on its way
-        was = tl.load(stamp_S + slot, mask=hit, other=0)
-        idle = hit & (_used_in(was, MARK) < this)
-        tl.store(stamp_S + slot, tl.where(was < -MARK, -1 - MARK - this, this), mask=idle)
-    else:
-        if COUNT_NEAR:  # one of those that find it marked takes the mark away, and counts
-            marked = hit & (tl.load(stamp_S + slot, mask=hit, other=0) < -MARK)
-            was = tl.atomic_xchg(stamp_S + slot, this, mask=marked, sem="relaxed")
-            first = (marked & (was < -MARK)).to(tl.int32)
-            tl.atomic_add(tally + 5, tl.sum(first, axis=0).to(tl.int64), sem="relaxed")
-            tl.store(stamp_S + slot, this, mask=hit & ~marked)
-        else:
-            tl.store(stamp_S + slot, this, mask=hit)
-        tl.atomic_add(tally + 0, tl.sum(bound.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
-        tl.atomic_add(tally + 1, tl.sum(hit.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+    tl.store(stamp_S + slot, tl.load(now) + tl.zeros_like(slot), mask=hit)
+    tl.atomic_add(tally + 0, tl.sum(bound.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+    tl.atomic_add(tally + 1, tl.sum(hit.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
     missing = away & ~hit
     has_hot = 0
     if HOT:
@@ -113,8 +92,7 @@ def _claim_kernel(
         tl.store(claim + entry, tl.where(missing, key, -1), mask=number < count)
     else:
         tl.store(claim + query * count + number, tl.full([BLOCK], -1, tl.int32), mask=number < count)
-        if not NEAR:
-            tl.atomic_add(tally + 3, tl.sum(missing.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + 3, tl.sum(missing.to(tl.int32), axis=0).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -145,29 +123,27 @@ def _score_bin(most, low, high):
 
 
 @triton.jit
-def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr, MARK: tl.constexpr):
-    """Slots of a request by their number among its own: -1 where there is none; what each holds, and since when."""
+def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
+    """Slots of a request by their number among its own: -1 where there is none; what each holds, and whether it is not in use."""
     page = tl.load(hot + own // SIZE, mask=own < slots, other=-1)
     slot = tl.where(page >= 0, page * SIZE + own % SIZE, -1)
     key = tl.load(key_S + slot, mask=slot >= 0, other=-1)
     stamp = tl.load(stamp_S + slot, mask=slot >= 0, other=now)
-    return slot, key, now - _used_in(stamp, MARK)
+    return slot, key, (key >= 0) & (stamp < now)
 
 
 @triton.jit
-def _bin_of(slot, key, age, most, low, high, SCORED: tl.constexpr):
-    rank = tl.minimum(age, 254)
-    if SCORED:
-        rank = tl.where((key >= 0) & (age > 0), _score_bin(most, low, high), 0)
+def _bin_of(slot, key, idle, most, low, high):
+    rank = tl.where(idle, _score_bin(most, low, high), 0)
     return tl.where(slot < 0, 0, tl.where(key < 0, 255, rank))
 
 
 @triton.jit
-def _worth(slot, key, age, worth_S, SCORED: tl.constexpr):
+def _worth(slot, idle, worth_S, SCORED: tl.constexpr):
     """The scores of slots that were written down, where there are any."""
-    most = age.to(tl.float32)
+    most = tl.full(idle.shape, float("-inf"), tl.float32)
     if SCORED:
-        most = tl.load(worth_S + slot, mask=(key >= 0) & (age > 0), other=float("-inf"))
+        most = tl.load(worth_S + slot, mask=idle, other=float("-inf"))
     return most
 
 
@@ -232,8 +208,8 @@ def _winners(claim, winner, hint, hint_stride, start, stop, SIZE: tl.constexpr, 
 def _assign_kernel(
     first_A, hot, header, hint, key_S, stamp_S, hot_N, now_1, claim, winner, source, target, plan_count, tally, score, worth_S,
     length, count, hot_pages, hot_stride, header_stride, hint_stride, score_stride,
-    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
-    MARK: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, KINDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One request. Only it writes to its slots, and to hints of rows that it has won."""
     request = tl.program_id(0).to(tl.int64)
@@ -241,35 +217,30 @@ def _assign_kernel(
     first, stop = tl.load(first_A + request), tl.load(first_A + request + 1)
     hot += request * hot_stride
     tally += request * KINDS
-    stamp = -1 - now
-    if NEAR:
-        stamp -= MARK
     wins = _winners(claim, winner, hint, hint_stride, first * count, stop * count, SIZE, FIRST_CLAIM, BLOCK)
     winner += first * count
     if wins > 0:
         tl.debug_barrier()  # winners are read by others than wrote them
         low, high = float("inf"), float("-inf")
         if WHOLE:
-            slot, key, age = _own(lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
-            most = age.to(tl.float32)  # nothing that counts
+            slot, key, idle = _own(lane, hot, slots, key_S, stamp_S, now, SIZE)
+            most = tl.full([BLOCK], float("-inf"), tl.float32)
             if SCORED:
-                idle = (key >= 0) & (age > 0)
                 most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
                 low, high = _range_of(most)
-            rank = _bin_of(slot, key, age, most, low, high, SCORED)
+            rank = _bin_of(slot, key, idle, most, low, high)
             given, least, room = _share(tl.histogram(rank, 256), wins)
             base = tl.atomic_add(plan_count, given, sem="relaxed")
             tl.debug_barrier()  # what slots held is read before any is given away
             _give(
-                slot, rank, least, room, 0, 0, base, stamp,
+                slot, rank, least, room, 0, 0, base, now,
                 winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
             )  # fmt: skip
         else:
             if SCORED:
                 start = 0
                 while start < slots:
-                    slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
-                    idle = (key >= 0) & (age > 0)
+                    slot, key, idle = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
                     most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
                     tl.store(worth_S + slot, most, mask=idle)
                     lowest, highest = _range_of(most)
@@ -279,9 +250,9 @@ def _assign_kernel(
             bins = tl.zeros([256], tl.int32)
             start = 0
             while start < slots:
-                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
-                most = _worth(slot, key, age, worth_S, SCORED)
-                bins += tl.histogram(_bin_of(slot, key, age, most, low, high, SCORED), 256)
+                slot, key, idle = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                most = _worth(slot, idle, worth_S, SCORED)
+                bins += tl.histogram(_bin_of(slot, key, idle, most, low, high), 256)
                 start += BLOCK
             given, least, room = _share(bins, wins)
             base = tl.atomic_add(plan_count, given, sem="relaxed")
@@ -289,19 +260,16 @@ def _assign_kernel(
             before = 0
             start = 0
             while start < slots:
-                slot, key, age = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE, MARK)
-                most = _worth(slot, key, age, worth_S, SCORED)
-                rank = _bin_of(slot, key, age, most, low, high, SCORED)
+                slot, key, idle = _own(start + lane, hot, slots, key_S, stamp_S, now, SIZE)
+                most = _worth(slot, idle, worth_S, SCORED)
+                rank = _bin_of(slot, key, idle, most, low, high)
                 level_before, before = _give(
-                    slot, rank, least, room, level_before, before, base, stamp,
+                    slot, rank, least, room, level_before, before, base, now,
                     winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
                 )  # fmt: skip
                 start += BLOCK
-        if NEAR:
-            tl.atomic_add(tally + 4, given.to(tl.int64), sem="relaxed")
-        else:
-            tl.atomic_add(tally + 2, given.to(tl.int64), sem="relaxed")
-            tl.atomic_add(tally + 3, (wins - given).to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + 2, given.to(tl.int64), sem="relaxed")
+        tl.atomic_add(tally + 3, (wins - given).to(tl.int64), sem="relaxed")
         at = given
         while at < wins:  # nothing is free for these
             lost = tl.load(winner + at + lane, mask=at + lane < wins, other=0)

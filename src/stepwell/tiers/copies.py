@@ -14,7 +14,6 @@ from stepwell.base.tasks import Completion, Copy, PageIds, Plan, Purpose, Span
 from stepwell.jobs.executors import Arrivals, Arriving, CopyExecutor
 from stepwell.jobs.jobs import End, Jobs
 from stepwell.jobs.wakeup import Wakeup
-from stepwell.policy.loading import LEAST_LOAD_BYTES, PeakSpeed
 from stepwell.tree.checkpoints import drop_residency, residency_arrived
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Run
 from stepwell.tree.pruning import discard_ids
@@ -39,7 +38,6 @@ class CopyJobs(Jobs[Plan, Completion]):
     ) -> None:  # fmt: skip
         """`arrivals` says which loads a pass may begin on before they have ended; without it, on none."""
         self._arrivals = arrivals
-        self.load_speed = PeakSpeed()  # bytes a second that loads bring to the device
         super().__init__(executor, tree, clock, wakeup)
         self._counters = counters
         self._saving_bytes = dict.fromkeys(Tier, 0)
@@ -63,11 +61,6 @@ class CopyJobs(Jobs[Plan, Completion]):
                     jobs.append(plan.job)
                     missing = left
         return tuple(jobs) if not len(missing) else ()
-
-    @property
-    def may_arrive(self) -> bool:
-        """Whether a pass may begin on some loads before they have ended."""
-        return self._arrivals is not None
 
     def arriving(self, jobs: Iterable[JobId]) -> tuple[Arriving, ...]:
         """Those of the jobs that have not ended, to be waited for layer by layer; none where one of them cannot be."""
@@ -122,7 +115,6 @@ class CopyJobs(Jobs[Plan, Completion]):
         self._note_saving(plan, -1)
         if completion is not None and completion.error is None:
             self._succeed(plan, touched)
-            self._measure(plan, completion.took_s)
             return
         if end is End.OVERDUE:
             self._counters.add("abandoned_jobs")
@@ -147,12 +139,6 @@ class CopyJobs(Jobs[Plan, Completion]):
         if self.on_saved is not None and plan.purpose is Purpose.SAVE:
             for node in self._saved_nodes(plan, touched):
                 self.on_saved(node)
-
-    def _measure(self, plan: Plan, took_s: float) -> None:
-        copies = [copy for copy in plan.copies if copy.target.tier is Tier.DEVICE]
-        size = sum(len(copy.target.ids) * copy.common(self._tree.spec).size_bytes for copy in copies)
-        if plan.purpose is Purpose.LOAD and size >= LEAST_LOAD_BYTES:
-            self.load_speed.measure(size, took_s)
 
     def _saved_nodes(self, plan: Plan, touched: _Touched) -> list[Node]:
         """The nodes, still in the tree, that have pages or a checkpoint of this job on the host."""

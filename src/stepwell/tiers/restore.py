@@ -19,7 +19,6 @@ from stepwell.policy.store_use import Flags
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease, RequestOptions, Sources
 from stepwell.tiers.restored_rows import allocate_free, allocate_restored, bind_loaded, num_rows, place_loaded
-from stepwell.tiers.resume_depth import soonest
 from stepwell.tiers.state import CacheState
 from stepwell.tiers.visits import note_use, note_visit
 from stepwell.tree.checkpoints import add_residency
@@ -53,7 +52,6 @@ def acquire(
     the store has is counted too. Raises NoRoom, and LeaseError for a match of another cache.
     """
     match = find_again(state.tree, match)
-    deepest, match = match.restore_tokens, soonest(state, match)
     holds = _hold(state, match)
     try:
         pages = _allocate(state, match, holds) if state.nearest is Tier.DEVICE else {}
@@ -67,7 +65,6 @@ def acquire(
     else:
         lease.prefix_pages = holds.near  # read through `load`; the engine's own memory is the device
     lease.restored = holds.residency
-    state.counters.add("computed_while_loading_tokens", deepest - match.restore_tokens)
     note_use(state, match, lease)
     note_visit(state, match, lease)
     return lease

@@ -166,7 +166,6 @@ class CacheState:
     wakeup: Wakeup
     placement: PlacementRules
     copy_timeout_s: float
-    compute_while_loading: bool = False  # the end of a prefix is computed where that is sooner than loading it
     compute_speed: Speed = field(default_factory=Speed)  # tokens a second, of chunks large enough to tell
     owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
     reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it

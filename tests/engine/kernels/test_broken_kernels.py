@@ -90,15 +90,14 @@ def test_kernels_of_a_draft_that_break_are_counted_and_told(monkeypatch: pytest.
         assert not plain.report.failed
 
 
-@pytest.mark.parametrize("near", [0, 8])
-def test_rows_on_the_host_are_found_when_their_kernels_break(near: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_the_host_are_found_when_their_kernels_break(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = prompts((150, 97, 200))
     plain = recorded("deepseek_v32")
     expected = plain.play_all(asked, answer=12)
     plain.close()
     report = breaking(monkeypatch)
-    made = spilled("deepseek_v32", hot_rows=32, prefetch_near=near)
+    made = spilled("deepseek_v32", hot_rows=32)
     for now, then in zip(made.play_all(asked, answer=12), expected, strict=True):
         assert same_bits(now, then)
     made.close()
-    assert report.failed.keys() >= {"resolve", "fetch", "read_spilled"} | ({"best_beside"} if near else set()), report.failed
+    assert report.failed.keys() >= {"resolve", "fetch", "read_spilled"}, report.failed

@@ -64,20 +64,6 @@ def test_triton_finds_and_fetches_the_same_rows(
         each.close()
 
 
-def test_triton_fetches_what_was_nearly_selected_and_counts_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"hot_rows": 2 * PAGE, "prefetch_near": 6, **SMALL}
-    one, plain = recorded("glm_moe_dsa"), spilled("glm_moe_dsa", **settings)
-    use_kernels(monkeypatch, lambda: FAST)
-    monkeypatch.setattr(build, "as_tensor", over_one_block)
-    fast = spilled("glm_moe_dsa", **settings)
-    then = played(one)
-    check_same(played(plain), then)
-    check_same(played(fast), then)
-    assert report(fast) == report(plain) and report(fast).near > 0
-    for each in (one, plain, fast):
-        each.close()
-
-
 @pytest.mark.parametrize(("selector", "hot_rows"), [("quest", 7 * PAGE), ("clusterkv", 2 * PAGE)])
 def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Picked by summaries, for all heads at once."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
 
-from stepwell.engine.passes.beside import Beside
 from stepwell.engine.passes.rows import PLAIN, LayerPlaces, Plain, Powers, RowFormat, Rows, Tiled
 from stepwell.sparse.places import Places
-from stepwell.sparse.resolve import Plan
 
 pytest.importorskip("triton")
 from stepwell.engine.ops.guarded import NoKernel
@@ -154,68 +151,19 @@ def test_rows_are_gathered_from_wherever_they_are(kept: RowFormat, every: bool) 
 
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("kept", [PLAIN, LATENT], ids=str)
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.skipif(DEVICE == "cuda", reason="takes gigabytes there: see tests/gpu/test_far_pages_on_cuda.py")
-def test_rows_are_gathered_from_pages_beyond_32_bits(kept: RowFormat, which: str, late: bool) -> None:
-    """Those that were there, and those that come meanwhile."""
-    check_gathering_from_far_pages(kept, which, late=late)
+def test_rows_are_gathered_from_pages_beyond_32_bits(kept: RowFormat, which: str) -> None:
+    check_gathering_from_far_pages(kept, which)
 
 
-def check_gathering_from_far_pages(kept: RowFormat, which: str, *, late: bool) -> None:
+def check_gathering_from_far_pages(kept: RowFormat, which: str) -> None:
     rows, random = arena(kept, 576, PAGES), Random(3)
     at_N = torch.arange(PAGES * PAGE, device=DEVICE)
     rows.write(at_N // PAGE, at_N % PAGE, some_rows(PAGES * PAGE, 576, 4))
     apart = scattered(rows, 5, far=which)
-    assert apart.places is not None
-    if late:
-        apart = replace(apart, places=replace(apart.places, beside=Coming(apart, 200)))
     table_SP = torch.tensor([random.sample(range(PAGES), PAGES) for _ in range(2)], device=DEVICE)
     position_SK = torch.tensor([random.sample(range(PAGES * PAGE), PAGES * PAGE) for _ in range(2)], device=DEVICE)
     assert torch.equal(gather_rows(apart, table_SP, position_SK), gather_rows(rows, table_SP, position_SK))
-
-
-class Coming(Beside):
-    """Rows that are in their slots when somebody waits for them; until then there is something else."""
-
-    def __init__(self, rows: Rows, entries: int) -> None:
-        assert rows.places is not None
-        places, layer, group = rows.places.places, rows.places.layer, rows.places.group
-        super().__init__(Plan(entries, places.device), layers=layer + 1, device=torch.device("cpu"))
-        slot = (places.key_GS[group] >= 0).nonzero()[::2, 0]
-        self._rows_PRE = places.rows_PLRE[:, layer]
-        self._at = places.hot_N[slot // places.page_rows].long(), slot % places.page_rows
-        self._come = self._rows_PRE[self._at].clone()
-        places.now_1.fill_(7)
-        places.stamp_GS[group, slot] = ~places.now_1
-        self._rows_PRE[self._at] = torch.zeros_like(self._come)
-        self.start(layer, lambda: None)
-
-    def wait(self, layer: int) -> None:
-        if self.coming(layer):
-            self._rows_PRE[self._at] = self._come
-        super().wait(layer)
-
-
-@pytest.mark.parametrize("entries", [90, 4], ids=["listed", "no room for a list"])
-@pytest.mark.parametrize("every", [False, True])
-@pytest.mark.parametrize("kept", [PLAIN, FORMATS[0]], ids=str)
-def test_rows_that_come_while_others_are_gathered_are_gathered_behind_them(kept: RowFormat, every: bool, entries: int) -> None:
-    """Each wherever it is referred to, and none before it is there."""
-    channels = 576 if isinstance(kept, Plain) else kept.width + kept.exact
-    rows, random = arena(kept, channels), Random(3)
-    at_N = torch.arange(9 * PAGE, device=DEVICE)
-    rows.write(at_N // PAGE, at_N % PAGE, some_rows(9 * PAGE, channels, 4))
-    spread = scattered(rows, 5)
-    assert spread.places is not None
-    beside = Coming(spread, entries)
-    spread = replace(spread, places=replace(spread.places, beside=beside))
-    table_SP = torch.tensor([random.sample(range(9), 5) for _ in range(3)], device=DEVICE)
-    position_SK = torch.tensor([[random.randrange(5 * PAGE) for _ in range(30)] for _ in range(3)], device=DEVICE)
-    position_SK[1:, :10] = position_SK[:1, :10]
-    given = (table_SP,) if every else (table_SP, position_SK)
-    assert torch.equal(gather_rows(spread, *given), gather_rows(rows, *given))
-    assert not beside.any_coming and (int(beside.plan.late_1) > 0) == (entries > 4)
-    assert torch.equal(gather_rows(spread, *given), gather_rows(rows, *given)), "and again, when nothing is on its way"
 
 
 def test_a_row_that_is_nowhere_is_gathered_as_no_number() -> None:

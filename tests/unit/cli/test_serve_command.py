@@ -88,11 +88,6 @@ assert Ring.most < 25_000, Ring.most
     assert done.returncode == 0, done.stderr
 
 
-def test_the_end_of_a_prefix_is_computed_only_where_that_was_asked_for() -> None:
-    assert not engine_options.read(parsed(), {}).compute_while_loading
-    assert engine_options.read(parsed("--compute-while-loading"), {}).compute_while_loading
-
-
 def test_store_options_come_from_arguments_and_for_mooncake_from_the_environment() -> None:
     environment = {"MOONCAKE_MASTER": "there:50051", "OTHER": "x"}
     args = parsed("--store", "log:/d", "--store-budget", "50GiB", "--store-option", "direct=off")
@@ -248,8 +243,6 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--sparse-budget", "512"), "name one with --sparse"),
         (("--sparse", "dsa", "--sparse-budget", "512"), "the model says itself"),
         (("--hot-rows", "512"), "name what picks them with --sparse"),
-        (("--prefetch-near", "8"), "--prefetch-near is for attention rows on the host: give --sparse, with --hot-rows"),
-        (("--sparse", "dsa", "--prefetch-near", "-8"), "--prefetch-near must be 0 or more"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave --hot-rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "--write-policy through"),
         (("--checkpoint-dtype", "int8", "--host-memory", "0"), "give --host-memory, or leave it out"),

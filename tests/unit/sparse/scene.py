@@ -8,15 +8,15 @@ Freed pages are filled with what no row is, and prefix pages come to use with an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from math import inf, isfinite
 from random import Random
 
 import numpy as np
 import torch
 
 from stepwell.memory.row_pages import ABSENT, Changes
-from stepwell.sparse.counts import NEAR, NEAR_USED
 from stepwell.sparse.places import Places, Read
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
@@ -39,8 +39,6 @@ class Slots:
         self.at: dict[int, int] = {}  # row -> slot
         self.row: dict[int, int] = {}  # slot -> row; an empty slot has none
         self.used: dict[int, int] = {}
-        self.near: set[int] = set()  # slots whose rows nobody has selected
-        self.near_fetched, self.near_used = 0, 0
 
     def forget_rows(self, page: int) -> None:
         """The page is another one now. What its rows left behind in slots stays there, and is nobody's."""
@@ -50,46 +48,53 @@ class Slots:
     def forget_slots(self, number: int) -> None:
         for slot in range(number * R, number * R + R):
             row = self.row.pop(slot, None)
-            self.near.discard(slot)
             if row is not None and self.at.get(row) == slot:
                 del self.at[row]
 
-    def resolve(self, asked: list[list[int]], hot: list[list[int]], now: int, *, near: bool = False) -> list[tuple[int, int]]:
-        """`asked` are rows away of each request, in order. Returns rows and the slots they are to be fetched into. `near` rows
-        are nobody's selection.
+    def resolve(
+        self, asked: list[list[int]], hot: list[list[int]], now: int, score_of: Callable[[int, int], float]
+    ) -> list[tuple[int, int]]:
+        """`asked` are rows away of each request, in order; `score_of` says what a request gives to a row. Returns rows and the
+        slots they are to be fetched into.
         """
         hit = {self.at[row] for rows in asked for row in rows if row in self.at}
         self.used.update((slot, now) for slot in hit)
-        if not near:
-            self.near_used += len(hit & self.near)
-            self.near -= hit
         here, seen, fetched = set(self.at), set(), []
-        for rows, numbers in zip(asked, hot, strict=True):
+        for request, (rows, numbers) in enumerate(zip(asked, hot, strict=True)):
             own = [number * R + k for number in numbers for k in range(R)]
             new = [row for row in dict.fromkeys(rows) if row not in here and row not in seen] if own else []
             seen.update(new)
-            ages = {slot: now - self.used.get(slot, 0) if slot in self.row else 10**9 for slot in own}
-            idle = sorted((slot for slot in own if ages[slot] > 0), key=lambda slot: (-min(ages[slot], 254), own.index(slot)))
-            idle.sort(key=lambda slot: slot in self.row)  # empty ones first
+            empty = [slot for slot in own if slot not in self.row]
+            score = {slot: score_of(request, self.row[slot]) for slot in own if slot in self.row and self.used[slot] < now}
+            idle = empty + by_score(score)
             for row, slot in zip(new, sorted(idle[: len(new)], key=own.index), strict=False):
                 old = self.row.get(slot)
                 if old is not None and self.at.get(old) == slot:
                     del self.at[old]
                 self.row[slot], self.at[row], self.used[slot] = row, slot, now
-                (self.near.add if near else self.near.discard)(slot)
-                self.near_fetched += near
                 fetched.append((row, slot))
         return fetched
+
+
+def by_score(score: dict[int, float]) -> list[int]:
+    """Slots in the order in which they are replaced: the lowest score first. inf is level with the highest number, -inf with the
+    lowest of several, unless rounding puts that into the bin before the last.
+    """
+    known = [each for each in score.values() if isfinite(each)]
+    low, high = (min(known), max(known)) if known else (-inf, inf)
+    span = np.float32(high - low)
+    least = low if known and high > low and span * (np.float32(253) / span) >= 253 else -inf
+    return sorted(score, key=lambda slot: least if score[slot] == -inf else min(score[slot], high))
 
 
 class Scene:
     def __init__(
         self, seed: int, *, resolve: Resolve, fetch: Fetch, device: str = "cpu", pages: int = 40, hosts: int = 60,
-        row_bytes: int = 24, read: Read = Places.read, near: int = 0,
+        row_bytes: int = 24, read: Read = Places.read, scored: bool = False,
     ) -> None:  # fmt: skip
-        """With `near`, so many rows more are resolved behind each selection, for the next pass."""
+        """With `scored`, selections come with scores, by which slots are replaced."""
         self.random, self.device = Random(seed), device
-        self.resolve, self.fetch, self.read, self.near = resolve, fetch, read, near
+        self.resolve, self.fetch, self.read, self.scored = resolve, fetch, read, scored
         host = torch.full((hosts, LAYERS, R, row_bytes), POISON, dtype=torch.uint8)
         self.host = host.pin_memory() if device == "cuda" else host
         rows = torch.full((pages, LAYERS, R, row_bytes), POISON, dtype=torch.uint8, device=device)
@@ -98,7 +103,7 @@ class Scene:
         memory = memory.to(device)
         self.places = Places(
             rows_PLRE=rows, host_PLRE=self.host, slot_PGR=memory[:, 5 : 5 + 2 * R].unflatten(1, (2, R)),
-            header_P3=memory[:, 5 + 2 * R :], numbers=pages, requests=8, near=near > 0,
+            header_P3=memory[:, 5 + 2 * R :], numbers=pages, requests=8,
         )  # fmt: skip
         self.free = {
             kind: list(range(count)) for kind, count in (("prefix", pages), ("rows", pages), ("host", hosts), ("hot", pages))
@@ -230,11 +235,22 @@ class Scene:
             self.tensor(position), last_X=self.tensor(last), owner_X=self.tensor(owner),
             table_BP=self.tensor([each.pages + each.pages[:1] * (pages - len(each.pages)) for each in batch]),
             hot_BQ=self.tensor([each.hot + [ABSENT] * (hot - len(each.hot)) for each in batch]).view(len(batch), hot),
+            score_XT=self.scores(len(owner), pages * R) if self.scored else None,
         )  # fmt: skip
         return wanted, [[batch[b].pages[at // R] * R + at % R for at in each] for b, each in enumerate(asked)]
 
     def tensor(self, values: list) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def scores(self, queries: int, positions: int) -> torch.Tensor:
+        """Few numbers, so that none share a bin that differ; among them some that are none. Of all positions, or of some."""
+        length = self.random.randint(1, positions)
+        drawn = [[self.random.choice((self.random.randint(0, 100), self.random.randint(0, 9))) for _ in range(length)]
+                 for _ in range(queries)]  # fmt: skip
+        score_XT = torch.tensor(drawn, dtype=torch.float32)
+        for odd in (-inf, inf, float("nan")):
+            score_XT[self.random.randrange(queries), self.random.randrange(length)] = odd
+        return score_XT.to(self.device)
 
     def run(self, count: int, most_rows: int = 1) -> None:
         """One pass over all layers, every row of which is checked."""
@@ -247,35 +263,6 @@ class Scene:
             for layer in (layer for layer in range(LAYERS) if GROUP_OF[layer] == group):
                 self.fetch(self.places, layer, self.plan)
                 self.check_rows(layer, group, asked)
-            if self.near:
-                self.prefetch(group, wanted, asked)
-
-    def prefetch(self, group: int, wanted: Wanted, asked: list[list[int]]) -> None:
-        """Rows for the next pass: some that were selected, and others. What was selected stays where it is."""
-        selected = self.tensor(sorted({row for each in asked for row in each}))
-        before = self.places.where(selected // R, selected % R, group).device
-        more, rows = self.nearly(wanted)
-        self.resolve(self.places, group, more, self.plan)
-        self.check_policy(group, more, rows)
-        after = self.places.where(selected // R, selected % R, group).device
-        assert torch.equal(after[before >= 0], before[before >= 0])
-        for layer in (layer for layer in range(LAYERS) if GROUP_OF[layer] == group):
-            self.fetch(self.places, layer, self.plan)
-            self.check_rows(layer, group, [*asked, *rows])
-        tally_BC = self.places.counts.tally_GBC[group].sum(dim=0)
-        oracle = self.oracle[group]
-        assert tally_BC[[NEAR, NEAR_USED]].tolist() == [oracle.near_fetched, oracle.near_used]
-
-    def nearly(self, wanted: Wanted) -> tuple[Wanted, list[list[int]]]:
-        """What each query row selected, and `near` positions more; and the rows that each request asks for so."""
-        position, asked = [], [[] for _ in wanted.table_BP]
-        table, lasts, owners = wanted.table_BP.tolist(), wanted.last_X.tolist(), wanted.owner_X.tolist()
-        for selected, last, owner in zip(wanted.position_XK.tolist(), lasts, owners, strict=True):
-            some = [*selected, *(self.random.randint(-1, last + 2) for _ in range(self.near))]
-            self.random.shuffle(some)
-            position.append(some)
-            asked[owner] += [table[owner][at // R] * R + at % R for at in some if 0 <= at <= last]
-        return replace(wanted, position_XK=self.tensor(position), near=True), asked
 
     def check_rows(self, layer: int, group: int, asked: list[list[int]]) -> None:
         rows = sorted({row for each in asked for row in each})
@@ -285,10 +272,24 @@ class Scene:
             right = torch.stack([self.truth(row // R)[layer, row % R] for row in rows])
             assert torch.equal(found, right), [row for row, a, b in zip(rows, found, right, strict=True) if not torch.equal(a, b)]
 
+    def score_of(self, wanted: Wanted) -> Callable[[int, int], float]:
+        """The highest score that any query row of a request gives to a row, by the number of its page in a prompt."""
+        if wanted.score_XT is None:
+            return lambda request, row: -inf
+        score_XT = wanted.score_XT.nan_to_num(nan=inf, posinf=inf, neginf=-inf).tolist()
+        owners, ordinals = wanted.owner_X.tolist(), self.places.header_P3[:, 0].tolist()
+
+        def score(request: int, row: int) -> float:
+            at = ordinals[row // R] * R + row % R
+            mine = [score_T for score_T, owner in zip(score_XT, owners, strict=True) if owner == request]
+            return max(score_T[at] for score_T in mine) if 0 <= at < len(mine[0]) else -inf
+
+        return score
+
     def check_policy(self, group: int, wanted: Wanted, asked: list[list[int]]) -> None:
         oracle, away = self.oracle[group], [[row for row in rows if row // R not in self.rows_of] for rows in asked]
         hot = [[number for number in numbers if number >= 0] for numbers in wanted.hot_BQ.tolist()]
-        fetched = oracle.resolve(away, hot, self.now, near=wanted.near)
+        fetched = oracle.resolve(away, hot, self.now, self.score_of(wanted))
         count = int(self.plan.count_1)
         planned = sorted(zip(self.plan.source_M[:count].tolist(), self.plan.target_M[:count].tolist(), strict=True))
         assert planned == sorted(
@@ -333,7 +334,7 @@ def live(scene: Scene, *, count: int, hot: int, passes: int, most_rows: int = 1)
 
 def random_pass(
     seed: int, *, scored: bool = False, device: str = "cpu", requests: int = 3, pages: int = 12, count: int = 24, hot: int = 9,
-    rows: int = R, queries: int = 2, near: bool = False,
+    rows: int = R, queries: int = 2,
 ) -> tuple[Places, Iterator[Wanted], Plan]:  # fmt: skip
     """Requests that share half of their pages, most of which are on the host; and selections of one pass after another."""
     random = torch.Generator().manual_seed(seed)
@@ -346,7 +347,6 @@ def random_pass(
     places = Places(
         rows_PLRE=torch.full((total + requests * hot, 2, rows, 16), POISON, dtype=torch.uint8, device=device),
         host_PLRE=host.pin_memory() if device == "cuda" else host, numbers=requests * hot, requests=requests,
-        near=near,
         slot_PGR=number(-5, 50, total, 2, rows).to(device), header_P3=torch.zeros(total, 3, dtype=torch.int32, device=device),
     )  # fmt: skip
     ids = np.arange(total, dtype=np.int32)
@@ -385,6 +385,5 @@ def tables_of(places: Places, _: object, plan: Plan) -> dict[str, object]:
     return {
         "fetched": sorted(zip(plan.source_M[:count].tolist(), plan.target_M[:count].tolist(), strict=True)),
         "keys": places.key_GS.tolist(), "stamps": places.stamp_GS.tolist(), "hints": places.slot_PGR.tolist(),
-        "counts": places.counts.tally_GBC[..., :NEAR_USED].tolist(),
-        "used": places.counts.tally_GBC[..., NEAR_USED].sum(dim=1).tolist(),  # of those that share a row any counts it
+        "counts": places.counts.tally_GBC.tolist(),
     }  # fmt: skip

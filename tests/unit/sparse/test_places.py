@@ -12,7 +12,7 @@ from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import Counts, Found  # noqa: E402
 from stepwell.sparse.places import Places, check_pages  # noqa: E402
-from stepwell.sparse.replacement import EMPTY, IN_USE, LAST, age_bins, score_bins  # noqa: E402
+from stepwell.sparse.replacement import EMPTY, IN_USE, LAST, score_bins  # noqa: E402
 from stepwell.sparse.resolve import Plan, Wanted  # noqa: E402
 from unit.sparse.scene import R  # noqa: E402
 
@@ -119,20 +119,17 @@ def test_more_hot_rows_or_references_than_can_be_numbered_are_refused() -> None:
 
 def test_counts_are_summed_over_requests_and_bytes_over_groups() -> None:
     counts = Counts(groups=2, requests=3, device=torch.device("cpu"))
-    counts.tally_GBC += torch.arange(36).view(2, 3, 6)
+    counts.tally_GBC += torch.arange(24).view(2, 3, 4)
     assert counts.read([10, 100]) == Found(), "nobody has asked yet"
     counts.start_reading()
-    fetched, near = [2 + 8 + 14, 20 + 26 + 32], [4 + 10 + 16, 22 + 28 + 34]
+    fetched = [2 + 6 + 10, 14 + 18 + 22]
     assert counts.read([10, 100]) == Found(
-        resident=90, hits=96, fetched=sum(fetched), read_through=108, near=sum(near), near_used=120,
-        fetched_bytes=10 * (fetched[0] + near[0]) + 100 * (fetched[1] + near[1]),
+        resident=60, hits=66, fetched=sum(fetched), read_through=78, fetched_bytes=10 * fetched[0] + 100 * fetched[1]
     )  # fmt: skip
 
 
-def test_slots_that_are_empty_go_first_then_the_oldest_and_those_in_use_never() -> None:
-    key, stamp = torch.tensor([3, ABSENT, 4, 5, 6]), torch.tensor([9, 0, 10, ~50, 10**3])
-    assert age_bins(key, stamp, torch.tensor([10**3])).tolist() == [LAST, EMPTY, LAST, LAST, IN_USE]
-    assert age_bins(key, stamp, torch.tensor([10**3 + 7])).tolist()[-1] == 7
+def test_slots_that_are_empty_go_first_then_the_lowest_score_and_those_in_use_never() -> None:
+    key, stamp = torch.tensor([3, ABSENT, 4, 5, 6]), torch.tensor([9, 0, 10, 50, 10**3])
     score = torch.tensor([2.0, 0.0, -torch.inf, 1.0, 0.0])
     assert score_bins(key, stamp, torch.tensor([10**3]), score).tolist() == [1, EMPTY, LAST, LAST, IN_USE]
     same = score_bins(key, stamp, torch.tensor([10**4]), torch.full((5,), 3.0))

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 
+from sparse.trace import STEADY, count_misses, make_trace  # noqa: E402
 from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
-from stepwell.sparse.counts import FETCHED, NEAR, NEAR_USED  # noqa: E402
+from stepwell.sparse.counts import FETCHED  # noqa: E402
 from stepwell.sparse.places import LAST_PASS, Places, Read  # noqa: E402
 from stepwell.sparse.replacement import LAST, score_bins  # noqa: E402
 from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
-from stepwell.sparse.trace import STEADY, count_misses, count_near_misses, make_trace  # noqa: E402
 from unit.sparse.far import PAGES, WHICH, spread  # noqa: E402
 from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
 
@@ -49,24 +52,20 @@ def test_every_row_is_right_and_slots_go_to_whom_the_rules_say(seed: int, count:
 
 @pytest.mark.parametrize(("count", "hot"), SIZES, ids=NAMES)
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_that_were_nearly_selected_come_for_the_next_pass_and_displace_none_of_this_one(
-    seed: int, count: int, hot: int
-) -> None:
-    scene = Scene(seed, resolve=plain.resolve, fetch=plain.fetch, near=3)
+def test_with_scores_every_row_is_right_and_slots_of_the_lowest_score_are_replaced(seed: int, count: int, hot: int) -> None:
+    scene = Scene(seed, resolve=plain.resolve, fetch=plain.fetch, scored=True)
     live(scene, count=count, hot=hot, passes=15, most_rows=3)
-    used = sum(oracle.near_used for oracle in scene.oracle.values())
-    assert used if hot == 4 else hot or not used, "with fewer slots little is left beside what is selected"
 
 
 @pytest.mark.parametrize("block", [4, 4096])
 @pytest.mark.parametrize(("count", "hot"), SIZES[2:], ids=NAMES[2:])
-def test_so_they_do_by_kernels(count: int, hot: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_they_are_by_kernels(count: int, hot: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve, fetch = interpreted()
     from stepwell.sparse import triton_resolve
     from stepwell.sparse.triton_read import read
 
     monkeypatch.setattr(triton_resolve, "ASSIGN_BLOCK", block)
-    scene = Scene(200 + count, resolve=resolve, fetch=fetch, read=read, near=3)
+    scene = Scene(200 + count, resolve=resolve, fetch=fetch, read=read, scored=True)
     live(scene, count=count, hot=hot, passes=6, most_rows=2)
 
 
@@ -98,20 +97,17 @@ def test_reading_where_nothing_is_gives_no_number() -> None:
     assert read(places, 0, page[:0], page[:0], 0).shape == (0, 2, 48)
 
 
-@pytest.mark.parametrize("near", [False, True], ids=["selected", "nearly too"])
-@pytest.mark.parametrize("scored", [False, True], ids=["by age", "by score"])
+@pytest.mark.parametrize("scored", [False, True], ids=["without scores", "by score"])
 @pytest.mark.parametrize("seed", range(3))
-def test_kernels_leave_the_same_tables_hints_and_plan(seed: int, scored: bool, near: bool) -> None:
+def test_kernels_leave_the_same_tables_hints_and_plan(seed: int, scored: bool) -> None:
     resolve, _ = interpreted()
-    mine, theirs = (random_pass(seed, scored=scored, near=near) for _ in range(2))
-    for turn in range(6 if near else 3):
-        nearly = near and turn % 2 == 1
+    mine, theirs = (random_pass(seed, scored=scored) for _ in range(2))
+    for _ in range(3):
         for places, steps, plan, how in ((*mine, resolve), (*theirs, plain.resolve)):
-            places.now_1 += not nearly
-            how(places, 1, replace(next(steps), near=nearly), plan)
+            places.now_1 += 1
+            how(places, 1, next(steps), plan)
         assert tables_of(*mine) == tables_of(*theirs)
-        assert nearly or tables_of(*mine)["fetched"], "nothing to compare"
-    assert (sum(tables_of(*mine)["used"]) > 0) == near
+        assert tables_of(*mine)["fetched"], "nothing to compare"
 
 
 def test_scores_are_put_into_bins_with_one_rounding_as_the_kernels_do() -> None:
@@ -155,18 +151,14 @@ def test_by_score_fewer_rows_of_a_trace_are_fetched_than_by_age() -> None:
     pages, hot, trace = 180, 24, make_trace(replace(STEADY, last=8), context=640, steps=80, count=48, scores=True)
     assert trace.score_NT is not None
     score_NT = torch.from_numpy(trace.score_NT)
-    fetched = {}
-    for name in ("age", "score"):
-        places, plan = small(pages=pages, hot=hot)
-        for step, selected in enumerate(trace.position_NK):
-            places.now_1 += 1
-            score_XT = score_NT[step : step + 1] if name == "score" else None
-            plain.resolve(places, 0, one(selected, hot=list(range(hot)), pages=pages, score_XT=score_XT), plan)
-        fetched[name] = int(places.counts.tally_GBC[0, 0, FETCHED])
-    exact = int(count_misses(trace, hot_rows=hot * R, policy="score").sum())
-    oldest = int(count_misses(trace, hot_rows=hot * R, policy="lru").sum())
-    assert fetched["age"] == pytest.approx(oldest, rel=0.02)  # who goes first of the same age is another matter
-    assert fetched["score"] == pytest.approx(exact, rel=0.02) and fetched["score"] < 0.95 * fetched["age"]
+    places, plan = small(pages=pages, hot=hot)
+    for step, selected in enumerate(trace.position_NK):
+        places.now_1 += 1
+        score_XT = score_NT[step : step + 1]
+        plain.resolve(places, 0, one(selected, hot=list(range(hot)), pages=pages, score_XT=score_XT), plan)
+    fetched = int(places.counts.tally_GBC[0, 0, FETCHED])
+    by_score, by_age = (int(count_misses(trace, hot_rows=hot * R, policy=policy).sum()) for policy in ("score", "lru"))
+    assert fetched == pytest.approx(by_score, rel=0.02) and fetched < 0.95 * by_age
 
 
 def test_slots_that_are_used_now_are_never_given_away(both: Both) -> None:
@@ -176,7 +168,7 @@ def test_slots_that_are_used_now_are_never_given_away(both: Both) -> None:
     both[0](places, 0, one((0, 1, 2, 3, 4, 5, 6, 20, 21, 22), hot=[0, 1], pages=6), plan)
     assert int(plan.count_1) == 1 and set(places.key_GS[0, : 2 * R].tolist()) == {0, 1, 2, 3, 4, 5, 6, 20}
     assert places.slot_PGR[5, 0].tolist()[:3] == [places.key_GS[0].tolist().index(20), ABSENT, ABSENT]
-    assert places.counts.tally_GBC[0, 0].tolist() == [0, 7, 9, 2, 0, 0]
+    assert places.counts.tally_GBC[0, 0].tolist() == [0, 7, 9, 2]
 
 
 def test_a_row_that_two_requests_miss_is_fetched_once_by_the_first(both: Both) -> None:
@@ -188,44 +180,7 @@ def test_a_row_that_two_requests_miss_is_fetched_once_by_the_first(both: Both) -
     both[0](places, 0, wanted, plan)
     assert sorted(key for key in places.key_GS[0].tolist() if key >= 0) == [3, 5, 9]
     assert places.key_GS[0, R:].tolist()[:2] == [5, 3] and places.key_GS[0, 0] == 9
-    assert places.counts.tally_GBC[0, :3, :NEAR].tolist() == [[0, 0, 0, 2], [0, 0, 2, 0], [0, 0, 1, 0]]
-
-
-def test_a_row_on_its_way_stays_marked_as_such_when_it_is_nearly_selected_too(both: Both) -> None:
-    """By another query, or another request: who reads rows of this pass tells by the stamp that it has to wait."""
-    places, plan = small(pages=6, hot=3, near=True)
-    both[0](places, 0, one(range(4), hot=[0, 1, 2], pages=6), plan)
-    came = places.stamp_GS[0].clone()
-    both[0](places, 0, replace(one(range(6), hot=[0, 1, 2], pages=6), near=True), plan)
-    assert int(plan.count_1) == 2 and torch.equal(places.stamp_GS[0, :4], came[:4]) and (came[:4] == ~places.now_1).all()
-    places.now_1 += 1
-    both[0](places, 0, one((4, 5, 0), hot=[0, 1, 2], pages=6), plan)
-    assert int(plan.count_1) == 0 and places.counts.tally_GBC[0, 0].tolist() == [0, 3, 4, 0, 2, 2]
-    places.now_1 += 1
-    both[0](places, 0, one((4, 5, 0), hot=[0, 1, 2], pages=6), plan)
-    assert places.counts.tally_GBC[0, 0, NEAR_USED] == 2, "each is counted once"
-
-
-def test_near_rows_of_a_trace_save_what_counting_says() -> None:
-    """The rows that steps wait for, and all that are fetched, beside a count that knows neither slots nor bins."""
-    pages, hot, near = 180, 24, 12
-    trace = make_trace(replace(STEADY, last=8), context=640, steps=80, count=48, scores=True)
-    assert trace.score_NT is not None
-    places, plan = small(pages=pages, hot=hot, near=True)
-    for step, selected in enumerate(trace.position_NK):
-        places.now_1 += 1
-        score_XT = torch.from_numpy(trace.score_NT[step : step + 1].copy())
-        wanted = one(selected, hot=list(range(hot)), pages=pages, score_XT=score_XT)
-        plain.resolve(places, 0, wanted, plan)
-        score_XT[:, selected] = torch.inf
-        best = score_XT.topk(len(selected) + near).indices.int()
-        plain.resolve(places, 0, replace(wanted, position_XK=best, near=True), plan)
-    waited, fetched = count_near_misses(trace, hot_rows=hot * R, near=near)
-    tally_C = places.counts.tally_GBC[0, 0]
-    assert int(tally_C[FETCHED]) == pytest.approx(waited.sum(), rel=0.03)
-    assert int(tally_C[FETCHED] + tally_C[NEAR]) == pytest.approx(fetched.sum(), rel=0.03)
-    assert waited.sum() < 0.95 * count_misses(trace, hot_rows=hot * R, policy="score").sum()
-    assert 0 < int(tally_C[NEAR_USED]) < int(tally_C[NEAR])
+    assert places.counts.tally_GBC[0, :3].tolist() == [[0, 0, 0, 2], [0, 0, 2, 0], [0, 0, 1, 0]]
 
 
 def test_garbage_in_hints_is_never_served(both: Both) -> None:
@@ -283,13 +238,12 @@ def test_a_pass_without_queries_or_hot_pages_leaves_an_empty_plan(both: Both) ->
     both[1](places, 0, plan)
 
 
-def small(*, pages: int, hot: int, far: str | None = None, row_bytes: int = 48, near: bool = False) -> tuple[Places, Plan]:
+def small(*, pages: int, hot: int, far: str | None = None, row_bytes: int = 48) -> tuple[Places, Plan]:
     """Pages that are all on the host, each in the host page of its own id; some of them `far` apart."""
     host_PLRE = spread((pages, 1, R, row_bytes), far=far == "host")
     host_PLRE[:] = torch.randint(0, 255, host_PLRE.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     places = Places(
         rows_PLRE=spread((hot, 1, R, row_bytes), far=far == "rows"), host_PLRE=host_PLRE, numbers=hot, requests=4,
-        near=near,
         slot_PGR=spread((pages, 1, R), torch.int32, far=far == "hints"),
         header_P3=spread((pages, 3), torch.int32, far=far == "headers"),
     )  # fmt: skip

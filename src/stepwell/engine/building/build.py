@@ -139,13 +139,9 @@ def build_engine(
     check_room(cache_config if ahead is None else replace(cache_config, host_bytes=None), [device])
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
-        sizes = Sizes.of(
-            spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most,
-            stage_ahead=config.stage_ahead, fetch_beside=config.fetch_beside, by_score=config.replace_hot == "score",
-            near=config.prefetch_near,
-        )  # fmt: skip
+        sizes = Sizes.of(spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most)
         cache_config = sizes.less(cache_config, spec)
-    tuning = replace(tuning or CacheTuning(), compute_while_loading=config.compute_while_loading)
+    tuning = tuning or CacheTuning()
     with phase("waiting for the memory of the tiers"):
         memories = _memories(spec, cache_config, device, tuning, config.host_block, ahead)
     picks = None if config.picks is None else config.picks.identity
@@ -184,7 +180,7 @@ def _spilling(
     host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
     return Spilling(
         spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
-        best=kernels.best_beside, send=kernels.send, asks_host=lambda: not kernels.spilled_stay_on_device,
+        send=kernels.send, asks_host=lambda: not kernels.spilled_stay_on_device,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
     most = most_context(config, checkpoint)
     spec = spec_of(checkpoint.config, dtype=dtype, page_tokens=config.page_tokens, kv_dtype=config.kv_dtype)
     share = share_of(spec, count)
-    host_bytes, tuning = host_bytes_of(config), CacheTuning(compute_while_loading=config.compute_while_loading)
+    host_bytes, tuning = host_bytes_of(config), CacheTuning()
     host = None if host_bytes is None else (config.host_block or InheritedBlock)(host_bytes)
     setup = WorkerSetup(
         model=model, digest=checkpoint.digest, dtype=dtype, kv_dtype=config.kv_dtype, kernels=config.kernels,

@@ -40,9 +40,7 @@ log = logging.getLogger(__name__)
 CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
 CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
 CPU_DEVICE_BYTES = 2 * 2**30
-REPLACE_HOT = ("score", "age")
-_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse", "replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
-_OF_HOT_ROWS = ("replace_hot", "fetch_beside", "prefetch_near", "stage_ahead")
+_ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse")
 _DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory, or leave `store` out"
 
@@ -74,7 +72,6 @@ class EngineConfig:
     memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
     limits: Limits | None = None  # None for what suits the device
     layerwise: bool = True  # on CUDA, on one rank: a pass may begin while its pages are copied, and waits for each layer
-    compute_while_loading: bool = False  # where it is sooner, by measured speeds, the end of a cached prefix is computed again
     draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
     draft_tokens: int = 4  # guessed in one pass
     draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
@@ -83,13 +80,9 @@ class EngineConfig:
     # Rows of each layer that a request keeps on the device once others are on the host alone. None: 4,096 with dsa; with another
     # selector rows stay on the device.
     hot_rows: int | None = None
-    replace_hot: str = "score"  # which hot row is replaced first: that of the lowest score in a step, or by age the oldest
-    fetch_beside: bool = False  # steps over rows on the host fetch what is missing while they go on, until they need it
-    prefetch_near: int = 0  # rows behind those that a layer picks, that a step over rows on the host fetches for the next one
     tensor_parallel: int = 1  # ranks that compute the model together, each in a process of its own, with its device memory
     restart_workers: bool = False  # ranks that are lost are started anew; else the engine then computes nothing any more
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
-    stage_ahead: bool = False  # prompts over rows on the host copy the next layer's while one is computed
     host_block: Callable[[int], InheritedBlock] | None = None  # makes the host tier's memory, for others to map too
 
     def __post_init__(self) -> None:
@@ -123,8 +116,6 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"page_tokens must be at least 1, got {config.page_tokens}")
     if config.max_context is not None and config.max_context < 2:
         raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
-    if config.compute_while_loading and host_bytes_of(config) is None:
-        raise ConfigError("compute_while_loading is for prefixes that come from a host tier: give host_memory, or leave it out")
     devices = rank_devices(config)
     least_bytes = min(device_bytes_of(config, each) for each in set(devices))  # each rank takes what the one with least can
     sizes = CacheConfig(device_bytes=least_bytes, host_bytes=host_bytes_of(config))
@@ -140,24 +131,14 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def _check_sparse(config: EngineConfig) -> None:
-    """Raises ConfigError for a selector that is not known, where rows could spill to nowhere, and for what would mean nothing."""
+    """Raises ConfigError for a selector that is not known, and where rows could spill to nowhere."""
     picks = config.picks
     if picks is None or not picks.spills:
-        plain = EngineConfig()
-        for name in _OF_HOT_ROWS:
-            if getattr(config, name) != getattr(plain, name):
-                raise ConfigError(f"{name} is for attention rows on the host: give `sparse`, with hot_rows, or leave it out")
         return
     how = f"`sparse={picks.selector}`" + ("" if picks.selector == DSA else " with hot_rows")
     instead = "`sparse`" if picks.selector == DSA else "hot_rows"
-    if config.replace_hot not in REPLACE_HOT:
-        raise ConfigError(f"replace_hot must be one of {', '.join(REPLACE_HOT)}, got {config.replace_hot!r}")
     if (config.hot_rows or 0) < 0:
         raise ConfigError(f"hot_rows must be 0 or more, got {config.hot_rows}")
-    if config.prefetch_near < 0 or (config.prefetch_near and config.hot_rows == 0):
-        raise ConfigError(
-            f"prefetch_near must be 0 or more, and rows are fetched into hot ones: got {config.prefetch_near}, {config.hot_rows=}"
-        )
     if host_bytes_of(config) is None:
         raise ConfigError(f"{how} keeps attention rows in a host tier: give host_memory, or leave {instead} out")
     if config.write is not None and not config.write.saves_on_commit:

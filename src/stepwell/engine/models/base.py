@@ -133,8 +133,6 @@ class Decoder:
             x_NC = x_NC * self.embed_scale
         x_NC = self._through_layers(x_NC, shared, batch, on_layer)
         logits = read_out(self.norm(x_NC if batch.wants_all else x_NC[batch.wanted]), self.head, self.vocab_size, self.ranks)
-        if batch.spilled is not None:
-            batch.spilled.end()
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         return logits if self.logit_cap is None else torch.tanh(logits / self.logit_cap) * self.logit_cap

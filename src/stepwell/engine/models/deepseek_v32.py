@@ -1,7 +1,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index picks for each query.
 
 Layers without an index of their own look where the last layer that has one did (GLM-5.2). Picked rows that are on the host alone
-are fetched between the choice and attention, while queries are made where the engine fetches beside its passes.
+are fetched between the choice and attention.
 """
 
 from __future__ import annotations

@@ -107,7 +107,6 @@ class Kernels:
     fetch: Fetch = fetch
     read_spilled: Read = Places.read
     best: Best = best
-    best_beside: Best = best  # beside a pass that runs `best` too: FlashInfer's top-k has one buffer for all streams
     write_rows: WriteRows = Rows.write
     write_keys_values: WriteKeysValues = pointwise.write_keys_values
     angles: MakeAngles = pointwise.angles
@@ -215,7 +214,6 @@ def _triton(report: Report) -> dict[str, Any]:
         "experts": Guarded("experts", run_experts_grouped, run_experts, report),
         "select": Guarded("index", TritonSelect(), select, report),
         "best": Guarded("index", fast_best, best, report),
-        "best_beside": Guarded("index", fast_best, best, report),
         "attend_shared": Guarded("entries", TritonShared(TritonSelect()), attend_shared, report),
         "write_rows": Guarded("rows", write_rows, Rows.write, report),
         "resolve": Guarded("hot rows", fast_resolve, resolve, report),

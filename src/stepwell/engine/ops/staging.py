@@ -24,14 +24,9 @@ Attend = Callable[[torch.Tensor, Rows, Paging, Selection], torch.Tensor]  # of s
 def attend_spilled(
     attend: Attend, query_NHC: torch.Tensor, rows: Rows, spilled: Spilled, selection: Selection
 ) -> torch.Tensor:  # fmt: skip
-    """As `attend` over the whole pass. What singles and short runs selected is fetched, or on its way: who reads it waits. Behind
-    it the device begins to fetch what was nearly selected, where the engine does that.
-    """
-    assert rows.places is not None, "rows that cannot spill are attended to as they are"
+    """As `attend` over the whole pass. What singles and short runs selected has been fetched."""
     seen = [
         attend(query_NHC[piece.start : piece.stop], spilled.rows(rows, piece), piece.paging, selection[piece.parts])
         for piece in spilled.pieces()
     ]
-    rows.places.arrive()  # where nobody did
-    spilled.prefetch(rows.places.layer)
     return seen[0] if len(seen) == 1 else torch.cat(seen)

@@ -20,7 +20,6 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from stepwell.engine.passes.beside import Beside
 from stepwell.sparse.places import Places, Read
 
 EIGHT = torch.float8_e4m3fn
@@ -120,26 +119,14 @@ class LayerPlaces:
     layer: int
     group: int  # whose selection the layer follows
     read_rows: Read = Places.read
-    beside: Beside | None = None  # what may still be on its way; whoever reads rows waits for it first
 
     @property
     def host_PRE(self) -> torch.Tensor:
         """The layer in pages of the host."""
         return self.places.host_PLRE[:, self.layer]
 
-    @property
-    def coming(self) -> Beside | None:
-        """What this layer's rows come by, if some are on their way."""
-        return self.beside if self.beside is not None and self.beside.coming(self.layer) else None
-
-    def arrive(self) -> None:
-        """From now on all rows are there."""
-        if self.beside is not None:
-            self.beside.wait(self.layer)
-
     def read(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Stored rows `[..., E]`, wherever they are."""
-        self.arrive()
         return self.read_rows(self.places, self.layer, page, row, self.group)
 
     def whole(self, table: torch.Tensor) -> torch.Tensor:

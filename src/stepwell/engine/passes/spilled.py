@@ -132,18 +132,9 @@ class Spilled:
             self._spilling.resolve(self._spilling.group_of[layer], wanted)
 
     def fetch(self, layer: int) -> None:
-        """Copies what the last `resolve` gave slots to, in one more layer of the group; or begins to, beside the pass."""
+        """Copies what the last `resolve` gave slots to, in one more layer of the group."""
         if self._short:
             self._spilling.fetch(layer)
-
-    def prefetch(self, layer: int) -> None:
-        """Behind the layer's attention: begins to fetch what was nearly selected, for the next pass."""
-        if self._short:
-            self._spilling.prefetch(layer)
-
-    def end(self) -> None:
-        """Behind the last layer: nothing is under way any more."""
-        self._spilling.wait_near()
 
     def pieces(self) -> tuple[Piece, ...]:
         """What is attended to one after the other: everything at once, unless there are longer runs."""
@@ -158,7 +149,7 @@ class Spilled:
         if piece.staged is None:
             return rows
         assert rows.places is not None, "rows that cannot spill are not staged"
-        stored_PRE = self._spilling.stages.stage(rows.places.layer, piece.staged, goes_on=len(self._staged) == 1)
+        stored_PRE = self._spilling.stages.stage(rows.places.layer, piece.staged)
         return Rows(stored_PRE, rows.format, rows.dtype)
 
     # ---- inside -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -20,8 +19,6 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.spill import HEADER, SLOT, Spill
 from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
-from stepwell.engine.passes.beside import AS_ALL, FIRST, Beside
-from stepwell.engine.passes.near import Best, Near
 from stepwell.engine.passes.numbers import Send, copy
 from stepwell.engine.passes.pages import DevicePages, part_PLRE
 from stepwell.engine.passes.rows import LayerPlaces
@@ -44,16 +41,9 @@ class Sizes:
     hot_pages: int
     selected: int
     context: int
-    stage_ahead: bool = False  # whether a second layer's rows of the longest request have room beside the first's
-    fetch_beside: bool = False  # whether rows are fetched while the pass goes on, until it needs them
-    by_score: bool = True  # whether slots of the lowest score are given away first, or those that were not used for longest
-    near: int = 0  # rows behind those that a query selects, that are fetched for the next pass
 
     @classmethod
-    def of(
-        cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int, stage_ahead: bool = False,
-        fetch_beside: bool = False, by_score: bool = True, near: int = 0,
-    ) -> Sizes:  # fmt: skip
+    def of(cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int) -> Sizes:
         """A request has each page's rows on the host or on the device: so it is no longer than both together."""
         assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
         pages = config.host_bytes // spec.object_bytes(Kind.PREFIX) + config.device_bytes // spec.device_bytes(Kind.ROWS)
@@ -62,10 +52,6 @@ class Sizes:
             hot_pages=-(-config.hot_rows // spec.page_tokens),
             selected=selected,
             context=min(max_context, pages * spec.page_tokens),
-            stage_ahead=stage_ahead,
-            fetch_beside=fetch_beside,
-            by_score=by_score,
-            near=near,
         )
 
     def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:
@@ -76,8 +62,6 @@ class Sizes:
                 f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
                 f"pages, of that {format_bytes(PLAN_BYTES * self.entries)} to plan for {self.requests} requests that select "
                 f"{self.selected:,} rows each: give more, or lower hot_rows, max_running or, if it is set, sparse_budget"
-                + (", or leave stage_ahead out" if self.stage_ahead else "")
-                + (", or lower prefetch_near" if self.near else "")
             )
         return replace(config, device_bytes=device_bytes - extra_bytes)
 
@@ -88,12 +72,12 @@ class Sizes:
         tables = Places.table_bytes(slots=slots, groups=spill.num_groups)
         pages = -(-self.context // spec.page_tokens)
         scratch = pages * spec.page_tokens * spec.state(spill.states[0]).row_bytes
-        return tables + PLAN_BYTES * self.entries + scratch * (2 if self.stage_ahead else 1)
+        return tables + PLAN_BYTES * self.entries + scratch
 
     @property
     def entries(self) -> int:
         """References of the largest pass."""
-        return self.requests * SHORT_RUN * (self.selected + self.near)
+        return self.requests * SHORT_RUN * self.selected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +89,7 @@ class SpillReport:
     hits: int  # to rows that were among the hot ones
     misses: int  # rows that were not,
     read_through: int  # of these: rows for which there was no slot, read from the host where they lie
-    near: int  # rows that were nearly selected, and fetched for the next pass
-    near_used: int  # of these: selected while they were there
-    fetched_bytes: int  # copied for misses and for what is near, over all layers
+    fetched_bytes: int  # copied for misses, over all layers
     staged_bytes: int  # copied for prompts that are computed over pages whose rows are on the host
     host_pages: int  # prefix pages on the device whose rows are on the host alone
     hot_pages: int
@@ -120,11 +102,11 @@ class Spilling:
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
-        resolve: Resolve, fetch: Fetch, best: Best, read: Read = Places.read, send: Send = copy,
+        resolve: Resolve, fetch: Fetch, read: Read = Places.read, send: Send = copy,
         asks_host: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """`rows` are the pages of the device, by kind, and `host` all prefix pages of the host, as `[page, byte]`. `asks_host`
-        says whether these operations, as they run now, wait for the device. `best` finds what is near.
+        says whether these operations, as they run now, wait for the device.
         """
         spill = _spill_of(spec)
         self.state, self.row_pages, self.sizes = spill.states[0], row_pages, sizes
@@ -139,22 +121,9 @@ class Spilling:
             header_P3=part_PLRE(rows[Kind.PREFIX], own[HEADER], torch.int32)[:, 0, 0],
             numbers=sizes.requests * sizes.hot_pages,
             requests=sizes.requests,
-            near=sizes.near > 0,
         )
         self._plan = Plan(sizes.entries, self.places.device)
-        layers, device = self.places.rows_PLRE.shape[1], self.places.device
-        self.beside: Beside | None = None
-        if sizes.fetch_beside or sizes.near:
-            self.beside = Beside(
-                self._plan, layers=layers, device=device, priority=FIRST if sizes.fetch_beside else AS_ALL
-            )  # fmt: skip
-        self._near: Near | None = None
-        if sizes.near and sizes.hot_pages:
-            self._near = Near(
-                self.places, self._plan, self.group_of, rows=sizes.selected + sizes.near, by_score=sizes.by_score,
-                resolve=resolve, fetch=fetch, best=best,
-            )  # fmt: skip
-        self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, ahead=sizes.stage_ahead, send=send)
+        self.stages = Stages(self.places, -(-sizes.context // spec.page_tokens), fetch=fetch, send=send)
         stored = self.places.rows_PLRE
         self._row_bytes = [stored.shape[3] * stored.element_size() * self.group_of.count(g) for g in range(spill.num_groups)]
         self._hot_rows, self._beside_bytes = sizes.hot_pages * spec.page_tokens, sizes.extra_bytes(spec)
@@ -164,7 +133,7 @@ class Spilling:
     def of_layer(self, state: str, layer: int) -> LayerPlaces | None:
         if state != self.state:
             return None
-        return LayerPlaces(self.places, layer, self.group_of[layer], self._read, self.beside)
+        return LayerPlaces(self.places, layer, self.group_of[layer], self._read)
 
     @property
     def asks_host(self) -> bool:
@@ -179,50 +148,22 @@ class Spilling:
 
     def begin(self) -> None:
         """Before every pass, on its stream: says what became of pages since the last one."""
-        self.join()
         self.row_pages.drain(self.places.apply)
         self._passes += 1
         if self._passes % COUNTED == 0:
             self.places.counts.start_reading()
 
-    def join(self) -> None:
-        """What the current stream is told from now on runs behind all fetches: also those of a pass that failed."""
-        if self.beside is not None:
-            self.beside.wait_all()
-        if self._near is not None:
-            self._near.forget()
-
     @property
     def scored(self) -> bool:
         """Whether `resolve` wants to know by which scores rows were selected."""
-        return self.sizes.hot_pages > 0 and (self.sizes.by_score or self._near is not None)
+        return self.sizes.hot_pages > 0
 
     def resolve(self, group: int, wanted: Wanted) -> None:
-        self.wait_near()
-        if self._near is not None:
-            self._near.note(group, wanted)
-            wanted = wanted if self.sizes.by_score else replace(wanted, score_XT=None)
-        assert self.beside is None or not self.beside.any_coming, "the plan before is still carried out"
         self._resolve(self.places, group, wanted, self._plan)
 
     def fetch(self, layer: int) -> None:
-        """One layer of the plan; beside the pass, also those that follow with the same selection."""
-        if self.beside is None or not self.sizes.fetch_beside:
-            self._fetch(self.places, layer, self._plan)
-        elif not self.beside.coming(layer):
-            for each in range(layer, len(self.group_of)):
-                if self.group_of[each] == self.group_of[layer]:
-                    self.beside.start(each, partial(self._fetch, self.places, each, self._plan))
-
-    def prefetch(self, layer: int) -> None:
-        """Behind a layer's attention: begins to fetch what the next pass may select."""
-        if self._near is not None and self.beside is not None:
-            self._near.start(layer, self.beside)
-
-    def wait_near(self) -> None:
-        """Before the next plan is made, and at the end of a pass."""
-        if self._near is not None and self.beside is not None:
-            self._near.wait(self.beside)
+        """One layer of the plan."""
+        self._fetch(self.places, layer, self._plan)
 
     @contextmanager
     def pretend_on_host(self, page: int) -> Iterator[None]:
@@ -248,8 +189,6 @@ class Spilling:
             hits=found.hits,
             misses=found.fetched + found.read_through,
             read_through=found.read_through,
-            near=found.near,
-            near_used=found.near_used,
             fetched_bytes=found.fetched_bytes,
             staged_bytes=self.stages.copied_bytes,
             host_pages=self.row_pages.num_backed,

@@ -1,7 +1,6 @@
 """Rows of whole prefix pages for runs that read nearly everything: one layer at a time, in a scratch of pages like any others.
 
-    on the host     copied over the bus by the kernel that fetches hot rows. They are what they were, whatever the pass writes, so
-                    with a second scratch those of the next layer come on a stream beside this one, while this layer is computed
+    on the host     copied over the bus by the kernel that fetches hot rows. They are what they were, whatever the pass writes
     on the device   copied when the layer is reached: the pass writes some of them
 
 Says nothing about which pages are where. Waits for nothing on the host. Axes as in `sparse/places.py`, and M rows on the host.
@@ -9,7 +8,6 @@ Says nothing about which pages are where. Waits for nothing on the host. Axes as
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,20 +43,17 @@ class _Sides:
 
 
 class Stages:
-    """One scratch for a layer of the longest run, or two. Those of `ahead` need no more than a second one."""
+    """A scratch for one layer of the longest run."""
 
-    def __init__(self, places: Places, pages: int, *, fetch: Fetch, ahead: bool, send: Send = copy) -> None:
+    def __init__(self, places: Places, pages: int, *, fetch: Fetch, send: Send = copy) -> None:
         self._places, self._fetch, self._send = places, fetch, send
         stored = places.rows_PLRE
-        self._scratch_SPRE = stored.new_zeros(2 if ahead else 1, pages, *stored.shape[2:])
-        self._side = torch.cuda.Stream(places.device) if ahead and places.device.type == "cuda" else None
-        self._ahead = ahead
-        self._coming: tuple[Staged, int, int] | None = None  # of what, which layer, in which scratch
+        self._scratch_PRE = stored.new_zeros(pages, *stored.shape[2:])
         self.copied_bytes = 0  # from the host, so far
 
     @property
     def nbytes(self) -> int:
-        return self._scratch_SPRE.nbytes
+        return self._scratch_PRE.nbytes
 
     def plan(self, pages: PageIds, row_pages: RowPages) -> Staged:
         """Where rows of these prefix pages come from: page i of the scratch is the i-th."""
@@ -72,44 +67,20 @@ class Stages:
         plan.count_1, plan.source_M, plan.target_M = (part.int() for part in parts[:3])
         return Staged(pages=len(pages), on_host=len(at), plan=plan, at_P=parts[3], rows_P=parts[4])
 
-    def stage(self, layer: int, staged: Staged, *, goes_on: bool) -> torch.Tensor:
-        """This layer's rows, until it is called for another but one. With `goes_on` the next call is for the layer behind it."""
-        turn = self._arrived(layer, staged)
-        scratch_PRE = self._scratch_SPRE[turn]
-        if len(staged.at_P):
-            scratch_PRE[staged.at_P] = self._places.rows_PLRE[staged.rows_P, layer]
-        if self._ahead and goes_on and layer + 1 < self._places.rows_PLRE.shape[1]:
-            self._bring(layer + 1, staged, 1 - turn, beside=True)
-            self._coming = staged, layer + 1, 1 - turn
-        return scratch_PRE[: staged.pages]
-
-    def _arrived(self, layer: int, staged: Staged) -> int:
-        """The scratch with a layer's rows from the host: brought before, or now."""
-        coming, self._coming = self._coming, None
-        if self._side is not None:
-            torch.cuda.current_stream(self._places.device).wait_stream(self._side)  # also for what nobody needs any more
-        if coming is not None and coming[0] is staged and coming[1] == layer:
-            return coming[2]
-        self._bring(layer, staged, 0, beside=False)
-        return 0
-
-    def _bring(self, layer: int, staged: Staged, turn: int, *, beside: bool) -> None:
-        """Starts to copy rows from the host; `beside` the current stream, once that has done what it was told so far."""
-        if not staged.on_host:
-            return
-        places, scratch_PRE = self._places, self._scratch_SPRE[turn]
-        layers = places.host_PLRE.shape[1]
-        onto = _Sides(
-            host_PLRE=places.host_PLRE, rows_PLRE=scratch_PRE[:, None].expand(-1, layers, -1, -1), page_rows=places.page_rows,
-            device=places.device,
-        )  # fmt: skip
-        aside: AbstractContextManager[object] = nullcontext()
-        if beside and self._side is not None:
-            self._side.wait_stream(torch.cuda.current_stream(places.device))  # whoever read this scratch has
-            aside = torch.cuda.stream(self._side)
-        with aside:
+    def stage(self, layer: int, staged: Staged) -> torch.Tensor:
+        """This layer's rows, until the next call."""
+        places, scratch_PRE = self._places, self._scratch_PRE
+        if staged.on_host:
+            layers = places.host_PLRE.shape[1]
+            onto = _Sides(
+                host_PLRE=places.host_PLRE, rows_PLRE=scratch_PRE[:, None].expand(-1, layers, -1, -1),
+                page_rows=places.page_rows, device=places.device,
+            )  # fmt: skip
             self._fetch(onto, layer, staged.plan)
-        self.copied_bytes += staged.on_host * scratch_PRE[0].nbytes
+            self.copied_bytes += staged.on_host * scratch_PRE[0].nbytes
+        if len(staged.at_P):
+            scratch_PRE[staged.at_P] = places.rows_PLRE[staged.rows_P, layer]
+        return scratch_PRE[: staged.pages]
 
     def _numbers(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
         return on_device(values.astype(np.int64, copy=False), self._places.device, self._send)

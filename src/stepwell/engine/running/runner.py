@@ -235,18 +235,13 @@ class Runner:
         if put_unread is not None:
             batch.tokens_N = put_unread(batch.tokens_N, chunks)
         last = len(self.model.layers) - 1
-        try:
-            if on_stream is None:
-                compiling = self.model.kernels.compiling
-                records = compiling is None or not compiling.pending
-                logits = self._forward(batch) if records else self.model.forward(batch)
-            else:
-                logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
-            batch.copy_points()
-        except BaseException:
-            if self._pages.spilling is not None:
-                self._pages.spilling.join()  # before others get the pages that its fetches write to
-            raise
+        if on_stream is None:
+            compiling = self.model.kernels.compiling
+            records = compiling is None or not compiling.pending
+            logits = self._forward(batch) if records else self.model.forward(batch)
+        else:
+            logits = self.model.forward(batch, lambda layer, x_NC: on_stream(x_NC) if layer == last else None)
+        batch.copy_points()
         if batch.spilled is not None:
             batch.spilled.count()
         return logits

@@ -161,12 +161,6 @@ def _spilling(found: SpillReport) -> Iterator[Metric]:
     for name in ("resident", "hits", "misses", "read_through"):
         selected.add_metric([name], getattr(found, name))
     yield selected
-    near = CounterMetricFamily(
-        "stepwell_sparse_near_rows", "Rows fetched because they were nearly selected, and how many were used.", labels=["rows"]
-    )
-    near.add_metric(["fetched"], found.near)
-    near.add_metric(["used"], found.near_used)
-    yield near
     copied = CounterMetricFamily(
         "stepwell_sparse_bytes", "Bytes of rows copied from the host: for steps, and for prompts.", labels=["purpose"]
     )

@@ -2,7 +2,6 @@
 
     on the device    read where their pages say
     away             looked up on the way: in a page of their own, in a hot slot, else read on the host
-    coming           into hot slots, while the others are gathered: references to them are listed, and gathered behind these
 
 The copy has the same bytes whichever way a row came. What cannot be viewed as numbers (`rows.py`) goes to plain torch.
 Importing needs Triton. Axes as in `passes/rows.py`, and S segments or queries, K rows that each gathers.
@@ -15,13 +14,11 @@ import triton
 import triton.language as tl
 
 from stepwell.engine.ops.on_triton.rows import Views, exact_number, power_of_two, views_in
-from stepwell.engine.passes.beside import Beside
 from stepwell.engine.passes.rows import PLAIN, TILE, Powers, Rows
 from stepwell.sparse.triton_read import look_up, tables
 
 _ROWS = 8  # that one program gathers
 _MANY_PROGRAMS = 1056  # eight for each core of an H200: from here on a program takes all tiles of its rows, looked up once
-_LATE_PROGRAMS = 128  # that go through the list of those that came, however long it is
 
 
 def gather_rows(
@@ -35,34 +32,21 @@ def gather_rows(
         return _gather_plain(rows, table_SP, position_SK)
     if out_SKC is None:
         out_SKC = torch.empty(len(table_SP), count, views.width + views.exact, dtype=rows.dtype, device=table_SP.device)
-    if not out_SKC.numel():
-        return out_SKC
-    beside = None if rows.places is None else rows.places.coming
-    if rows.places is not None and (beside is None or out_SKC.shape[0] * count > beside.plan.entries):
-        rows.places.arrive()
-        beside = None
-    _gather(rows, views, host, table_SP, position_SK, count, out_SKC, beside)
+    if out_SKC.numel():
+        _gather(rows, views, host, table_SP, position_SK, count, out_SKC)
     return out_SKC
 
 
 def _gather(
     rows: Rows, views: Views, host: Views, table_SP: torch.Tensor, position_SK: torch.Tensor | None, count: int,
-    out_SKC: torch.Tensor, beside: Beside | None,
+    out_SKC: torch.Tensor,
 ) -> None:  # fmt: skip
-    """All rows at once; or those that are there while others are `beside`, then these."""
     at = table_SP if position_SK is None else position_SK
     blocks = triton.cdiv(views.width, views.tile) + triton.cdiv(views.exact, TILE)
-    looked_up, stamps, listed = (at,) * 4 + (0,) * 3, (at, at), (at, at)
-    if rows.places is not None:
-        found = rows.places.places
-        stamp_S = found.stamp_GS[rows.places.group] if found.slots else found.now_1  # something must be named
-        looked_up, stamps = tables(found, rows.places.group), (stamp_S, found.now_1)
-    if beside is not None:
-        listed = beside.plan.claim_M, beside.plan.late_1
-        beside.plan.late_1.zero_()
+    looked_up = (at,) * 4 + (0,) * 3 if rows.places is None else tables(rows.places.places, rows.places.group)
     given = (
         views.eight_PRE, views.scale_PRE, views.exact_PRE, host.eight_PRE, host.scale_PRE, host.exact_PRE, out_SKC, table_SP, at,
-        *listed, *stamps, count, table_SP.stride(0), at.stride(0), out_SKC.stride(0), out_SKC.stride(1),
+        count, table_SP.stride(0), at.stride(0), out_SKC.stride(0), out_SKC.stride(1),
         *_strides(views), *_strides(host), *looked_up,
     )  # fmt: skip
     sizes = {
@@ -72,12 +56,7 @@ def _gather(
     }  # fmt: skip
     programs = len(table_SP) * triton.cdiv(count, _ROWS)
     each = blocks if programs >= _MANY_PROGRAMS else 1
-    _gather_kernel[(programs, blocks // each)](
-        *given, AWAY=rows.places is not None, COMING=beside is not None, TILES_EACH=each, **sizes
-    )
-    if beside is not None and rows.places is not None:
-        rows.places.arrive()
-        _late_kernel[(min(_LATE_PROGRAMS, programs), blocks)](*given, **sizes)
+    _gather_kernel[(programs, blocks // each)](*given, AWAY=rows.places is not None, TILES_EACH=each, **sizes)
 
 
 def _strides(views: Views) -> tuple[int, ...]:
@@ -160,17 +139,17 @@ def _copy_tile(
 
 @triton.jit
 def _gather_kernel(
-    eight, scales, exact, eight_far, scales_far, exact_far, out, table, position, listed, late_1, stamp_S, now_1, count,
+    eight, scales, exact, eight_far, scales_far, exact_far, out, table, position, count,
     table_stride, position_stride, out_segment, out_row,
     page_stride, row_stride, scale_page, scale_row, exact_page, exact_row,
     far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
     header, hint, key_S, hot_N, slots, header_stride, hint_stride,
-    AWAY: tl.constexpr, COMING: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    AWAY: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     SCALE_AT: tl.constexpr, EXACT: tl.constexpr, EXACT_AT: tl.constexpr, EXACT_TILE: tl.constexpr, ALL: tl.constexpr,
     PLAIN: tl.constexpr, POWERS: tl.constexpr, ROWS: tl.constexpr, TILES_EACH: tl.constexpr,
 ):  # fmt: skip
     """One tile of some rows, or all of them. With AWAY tables hold prefix pages, and some rows are on the host; without, pages of
-    rows. With COMING rows that got their slot in this pass may still be on their way: they are listed, once, and left out.
+    rows.
     """
     blocks = (count + ROWS - 1) // ROWS
     segment, first_tile = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(1)
@@ -185,14 +164,7 @@ def _gather_kernel(
     row = at % PAGE
     here, away, below, below_row = inside, inside, page, row
     if AWAY:
-        page, row, below, slot = look_up(page, row, inside, header, hint, key_S, hot_N, slots, header_stride, hint_stride, PAGE)
-        if COMING:
-            came = inside & (slot >= 0) & (tl.load(stamp_S + slot, mask=slot >= 0, other=0) == -1 - tl.load(now_1))
-            late = came.to(tl.int32)
-            if (first_tile == 0) & (tl.sum(late, axis=0) > 0):
-                first = tl.atomic_add(late_1, tl.sum(late, axis=0), sem="relaxed")
-                tl.store(listed + first + tl.cumsum(late, axis=0) - 1, (segment * count + number).to(tl.int32), mask=came)
-            inside = inside & ~came
+        page, row, below = look_up(page, row, inside, header, hint, key_S, hot_N, slots, header_stride, hint_stride, PAGE)
         here, away = inside & (page >= 0), inside & (below >= 0)
     target = out + segment * out_segment + number.to(tl.int64)[:, None] * out_row
     for tile in tl.static_range(TILES_EACH):
@@ -202,40 +174,3 @@ def _gather_kernel(
             far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
             AWAY, WIDTH, TILE, SCALE_AT, EXACT, EXACT_AT, EXACT_TILE, PLAIN, POWERS,
         )  # fmt: skip
-
-
-@triton.jit
-def _late_kernel(
-    eight, scales, exact, eight_far, scales_far, exact_far, out, table, position, listed, late_1, stamp_S, now_1, count,
-    table_stride, position_stride, out_segment, out_row,
-    page_stride, row_stride, scale_page, scale_row, exact_page, exact_row,
-    far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
-    header, hint, key_S, hot_N, slots, header_stride, hint_stride,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, SCALE_AT: tl.constexpr, EXACT: tl.constexpr,
-    EXACT_AT: tl.constexpr, EXACT_TILE: tl.constexpr, ALL: tl.constexpr, PLAIN: tl.constexpr, POWERS: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """One tile of rows that were listed; a fixed number of programs goes on until the list's end, which only the device knows."""
-    total, tile = tl.load(late_1), tl.program_id(1)
-    start = tl.program_id(0) * ROWS
-    while start < total:
-        entry = start + tl.arange(0, ROWS)
-        inside = entry < total
-        reference = tl.load(listed + entry, mask=inside, other=0)
-        segment, number = (reference // count).to(tl.int64), (reference % count).to(tl.int64)
-        at = number
-        if not ALL:
-            at = tl.load(position + segment * position_stride + number, mask=inside, other=0).to(tl.int64)
-        asked = tl.load(table + segment * table_stride + at // PAGE, mask=inside, other=0).to(tl.int64)
-        page, row, below, _ = look_up(
-            asked, at % PAGE, inside, header, hint, key_S, hot_N, slots, header_stride, hint_stride, PAGE
-        )  # fmt: skip
-        target = out + (segment * out_segment + number * out_row)[:, None]
-        _copy_tile(
-            eight, scales, exact, eight_far, scales_far, exact_far, target, page, row, below, at % PAGE,
-            inside & (page >= 0), inside & (below >= 0), inside, tile,
-            page_stride, row_stride, scale_page, scale_row, exact_page, exact_row,
-            far_page, far_row, scale_far_page, scale_far_row, exact_far_page, exact_far_row,
-            True, WIDTH, TILE, SCALE_AT, EXACT, EXACT_AT, EXACT_TILE, PLAIN, POWERS,
-        )  # fmt: skip
-        start += tl.num_programs(0) * ROWS

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from stepwell.sparse.trace import HARD, STEADY, Trace, count_misses, count_near_misses, make_trace
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+
+from sparse.trace import HARD, STEADY, Trace, count_misses, make_trace
 
 SMALL = replace(STEADY, last=4)
 
@@ -60,32 +64,6 @@ def test_selections_are_ascending_and_hold_what_is_always_selected() -> None:
         for step, selected in enumerate(trace.position_NK):
             assert (np.diff(selected) > 0).all() and selected[:4].tolist() == [0, 1, 2, 3]
             assert selected[-4:].tolist() == list(range(97 + step, 101 + step))
-
-
-def test_rows_that_were_nearly_selected_are_waited_for_less_and_fetched_more() -> None:
-    trace = make_trace(SMALL, context=600, steps=80, count=32, seed=3, scores=True)
-    plain = count_misses(trace, hot_rows=64, policy="score")
-    waited, fetched = count_near_misses(trace, hot_rows=64, near=0)
-    assert waited.tolist() == fetched.tolist() == plain.tolist()
-    waited, fetched = count_near_misses(trace, hot_rows=64, near=16)
-    assert waited[20:].sum() < plain[20:].sum() < fetched[20:].sum()
-
-
-@pytest.mark.parametrize("near", [0, 5, 24])
-def test_near_misses_are_those_of_a_list(near: int) -> None:
-    trace = make_trace(SMALL, context=120, steps=40, count=16, seed=7, scores=True)
-    assert trace.score_NT is not None
-    held: set[int] = set()
-    waited, fetched = count_near_misses(trace, hot_rows=40, near=near)
-    for step, selected in enumerate(trace.position_NK.tolist()):
-        score = trace.score_NT[step].tolist()
-        ranked = sorted((at for at in range(120 + step + 1) if at not in selected), key=lambda at: -score[at])
-        came = []
-        for wanted in ({*selected}, {*selected, *ranked[:near]}):
-            came.append(len(wanted - held))
-            idle = sorted(held - wanted, key=lambda at: (score[at], at))
-            held = wanted | (held - {*idle[: max(len(held | wanted) - 40, 0)]})
-        assert (came[0], sum(came)) == (waited[step], fetched[step])
 
 
 def test_score_needs_scores() -> None:

@@ -108,25 +108,6 @@ def count_misses(trace: Trace, *, hot_rows: int, policy: str, seed: int = 0) -> 
     return missed_N
 
 
-def count_near_misses(trace: Trace, *, hot_rows: int, near: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """By `score`, where each step also fetches, for the next, the `near` rows that it would have selected next and that are not
-    there: the rows that each step waits for, and all that are fetched in it.
-    """
-    steps, count = trace.position_NK.shape
-    assert trace.score_NT is not None and hot_rows >= count + near, f"{hot_rows} slots for {count} + {near}, by scores"
-    length = int(trace.position_NK.max()) + 1
-    held_T, waited_N, fetched_N = np.zeros(length, bool), np.zeros(steps, np.int64), np.zeros(steps, np.int64)
-    for step, selected in enumerate(trace.position_NK):
-        score_T = trace.score_NT[step, :length].copy()
-        waited_N[step] = np.count_nonzero(~held_T[selected])
-        _hold(held_T, selected, score_T, hot_rows)
-        score_T[selected] = np.inf
-        best = np.argpartition(-score_T, count + near - 1)[: count + near]
-        fetched_N[step] = waited_N[step] + np.count_nonzero(~held_T[best])
-        _hold(held_T, best, score_T, hot_rows)
-    return waited_N, fetched_N
-
-
 def _hold(
     held_T: npt.NDArray[np.bool_], wanted: npt.NDArray[np.integer], worth_T: npt.NDArray[np.floating], hot_rows: int
 ) -> None:  # fmt: skip

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def public_index_only(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what tells pip or uv where to look for packages. Certificates and proxies stay."""
+    """The environment without what says to pip or uv where to look for packages. Certificates and proxies stay."""
     kept = {name: value for name, value in environment.items() if name in KEPT or not name.startswith(("PIP_", "UV_"))}
     return kept | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INPUT": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "UV_NO_CONFIG": "1"}
 

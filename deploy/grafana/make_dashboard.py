@@ -1,4 +1,4 @@
-"""Writes `stepwell.json` beside it, a Grafana dashboard, from the one list of panels below.
+"""Writes the Grafana dashboard `stepwell.json`, in the same folder, from the one list of panels below.
 
     python deploy/grafana/make_dashboard.py
 

@@ -1,1 +1,1 @@
-"""Servers with roles behind a router and over one Mooncake cluster, one of which is killed: `make demo-cluster`."""
+"""Servers with roles behind a router and over one Mooncake cluster, and one of them is killed: `make demo-cluster`."""

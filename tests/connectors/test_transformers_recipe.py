@@ -1,4 +1,4 @@
-"""The README's lines for Transformers, as they are written there: run twice, the second time the prompt comes from the log."""
+"""The lines of docs/transformers.md, as they are written there: run twice, the second time the prompt comes from the log."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytest.importorskip("transformers")
 from connectors.tiny_models import prompt, tiny  # noqa: E402
 from stepwell.connectors.transformers import prompt_cache  # noqa: E402
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 SIZES = {"8GiB": "16MiB", "50GiB": "64MiB"}  # what is written there, and what a test has
 
 
 def recipe(store: Path) -> str:
     """The lines, with a store of their own and in the size of a test."""
-    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (found,) = [block for block in blocks if "PromptCache" in block]
     assert all(found.count(size) == 1 for size in SIZES), "the recipe's sizes are others"
     for size, ours in SIZES.items():
@@ -29,7 +29,7 @@ def recipe(store: Path) -> str:
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon_h1"])
-def test_the_readmes_lines_resume_a_prompt_from_the_log(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_lines_resume_a_prompt_from_the_log(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids, found = tiny(family), prompt(1, 300), []
     inner = prompt_cache.Prefill.run
 

@@ -1,4 +1,4 @@
-"""Servers of SGLang's, started by the command of the README, asked over HTTP and killed."""
+"""Servers of SGLang's, started by the command of docs/sglang.md, asked over HTTP and killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's command for SGLang as it is written: served, asked over HTTP, killed, served again, and resumed from the store.
+"""The commands of docs/sglang.md as they are written: served, asked over HTTP, killed, served again, and resumed from the store.
 
 The command gets a tiny model, a directory, and what a machine without a GPU needs. Each start takes up to a minute.
 """
@@ -42,7 +42,7 @@ def answers(tmp_path: Path, having: str) -> list[dict[str, Any]]:
     """What two servers say to one prompt, the second after the first was killed."""
     root, store = tmp_path, tmp_path / "store"
     life("engine_life.py", "model", root)
-    arguments = served(recipe(ROOT / "README.md", having), model=root / "model", store=store)
+    arguments = served(recipe(ROOT / "docs" / "sglang.md", having), model=root / "model", store=store)
     said = []
     for number in (1, 2):
         with server(arguments, root / f"server{number}.log") as address:
@@ -51,7 +51,7 @@ def answers(tmp_path: Path, having: str) -> list[dict[str, Any]]:
     return said
 
 
-def test_the_readme_command_serves_and_a_second_server_resumes_from_the_store(tmp_path: Path) -> None:
+def test_the_documented_command_serves_and_a_second_server_resumes_from_the_store(tmp_path: Path) -> None:
     first, again = answers(tmp_path, "StepwellHiCache")
     assert first["meta_info"]["cached_tokens"] == 0
     assert again["meta_info"]["cached_tokens"] == WHOLE
@@ -59,7 +59,7 @@ def test_the_readme_command_serves_and_a_second_server_resumes_from_the_store(tm
     is_same(again, first)
 
 
-def test_the_readme_command_of_the_linker_does_too(tmp_path: Path) -> None:
+def test_the_documented_command_of_the_linker_does_too(tmp_path: Path) -> None:
     first, again = answers(tmp_path, "StepwellLinker")
     assert first["meta_info"]["cached_tokens"] == 0
     assert again["meta_info"]["cached_tokens"] == WHOLE
@@ -69,7 +69,7 @@ def test_the_readme_command_of_the_linker_does_too(tmp_path: Path) -> None:
 def test_many_prompts_over_a_small_device_are_answered_as_they_were_computed(tmp_path: Path) -> None:
     """Six prompts of which the device holds two, three at a time, in turns: loaded from the host again and again."""
     life("engine_life.py", "model", tmp_path)
-    arguments = served(recipe(ROOT / "README.md", "StepwellLinker"), model=tmp_path / "model", store=tmp_path / "store")
+    arguments = served(recipe(ROOT / "docs" / "sglang.md", "StepwellLinker"), model=tmp_path / "model", store=tmp_path / "store")
     prompts = [[(at * (37 + 2 * number) + number) % 900 + 3 for at in range(900)] for number in range(4)]
     prompts += [[*prompts[number][:500], *prompts[number + 2][500:]] for number in range(2)]  # that share half with others
     with server([*arguments, *SMALL], tmp_path / "server.log") as address, ThreadPoolExecutor(3) as askers:

@@ -1,4 +1,4 @@
-"""The README's recipe for `vllm serve`, as it is written there: a prompt outlives the server, and its API says so."""
+"""The recipe of docs/vllm.md for `vllm serve`, as it is written there: a prompt outlives the server, and its API says so."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_engines import ENVIRONMENT, HERE, life, ran, stepwell, text
 from stepwell.jobs.children import start_child
 from waiting import wait_until
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
 PROMPT, BLOCK = text(1, 300), 32
 FOUND = len(PROMPT) // BLOCK * BLOCK
 SMALL = ["--dtype", "float32", "--block-size", str(BLOCK), "--max-model-len", "1024", "--max-num-seqs", "4", "--enforce-eager"]
@@ -33,8 +33,8 @@ PREFIX = "vllm:stepwell_"
 
 def recipe(model: Path, store: Path) -> list[str]:
     """The command, for this model and in the size of this machine; requests may ask why."""
-    found = re.search(r"^vllm (serve MODEL .*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert found is not None, "the README has no recipe for vLLM"
+    found = re.search(r"^vllm (serve MODEL .*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert found is not None, "the page has no recipe"
     verb, name, option, value = shlex.split(found[1])
     assert (verb, name, option) == ("serve", "MODEL", "--kv-transfer-config")
     config = json.loads(value)
@@ -110,7 +110,7 @@ def served(model: Path, store: Path, log: Path) -> Iterator[Server]:
         process.wait(ANSWER_S)
 
 
-def test_the_readmes_recipe_resumes_in_a_second_server_which_says_so(tmp_path: Path) -> None:
+def test_the_documented_recipe_resumes_in_a_second_server_which_says_so(tmp_path: Path) -> None:
     model, store = make("llama", tmp_path), tmp_path / "store"
     make_tokenizer(model)
     with served(model, store, tmp_path / "first.log") as server:

@@ -96,3 +96,32 @@ def test_every_benchmark_that_takes_arguments_gets_those_of_make() -> None:
     for target, recipe in recipes().items():
         for program, given in re.findall(r"python benchmarks/(\w+\.py)(.*)", recipe):
             assert "ArgumentParser" not in (ROOT / "benchmarks" / program).read_text() or "$(ARGS)" in given, target
+
+
+# ---- size -----------------------------------------------------------------------------------------
+
+
+def written() -> list[Path]:
+    """Documents that people write: all but the reference, which is made from the code."""
+    return [page for page in PAGES if page.parent.name != "reference" and page.name not in OF_THE_PAST]
+
+
+def test_the_documents_stay_short() -> None:
+    words = {page: len(page.read_text().split()) for page in PAGES if page.parent.name != "reference"}
+    assert words[ROOT / "README.md"] <= 900
+    assert sum(count for page, count in words.items() if page.is_relative_to(ROOT / "docs")) <= 30_000
+    decisions = {page.name: count for page, count in words.items() if page.parent.name == "decisions" and page.name != "index.md"}
+    assert len(decisions) >= 20 and max(decisions.values()) <= 200, decisions
+
+
+@pytest.mark.parametrize("page", written(), ids=lambda page: page.name)
+def test_tables_and_lines_of_a_page_can_be_read(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    cells = [cell for line in lines if line.startswith("|") for cell in re.split(r"(?<!\\)\|", line)]
+    assert not [cell for cell in cells if len(cell.split()) > 25]
+    assert not [line for line in lines if len(line) > 200]
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menu = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert menu == {page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")}

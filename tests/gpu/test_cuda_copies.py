@@ -19,9 +19,8 @@ from waiting import wait_until
 
 torch = pytest.importorskip("torch")
 
-from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
-from stepwell.transfer.copy_speeds import PAGES_BYTES, PROGRAMS  # noqa: E402
-from stepwell.transfer.page_copier import Route, Routes  # noqa: E402
+from stepwell.transfer import layer_events, page_copier  # noqa: E402
+from stepwell.transfer.page_copier import Route, checked_driver  # noqa: E402
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
 from stepwell.transfer.torch_memory import TorchMemory, pinned_bytes  # noqa: E402
 
@@ -39,8 +38,9 @@ SPEC = ModelSpec(
 )
 CONFIG = CacheConfig(device_bytes=48 << 20, host_bytes=64 << 20)
 ROUTES = {
-    name: Routes(load=Route(crossover_bytes=size, programs=6), save=Route(crossover_bytes=size, programs=3), least_runs=1)
-    for name, size in (("kernel", 1 << 40), ("copy engine", 0))
+    "kernel": Route(crossover_bytes=1 << 40, programs=6, least_runs=1),
+    "copy engine": Route(crossover_bytes=0),
+    "as usual": None,
 }
 WAYS = {"up": (Tier.HOST, Tier.DEVICE), "down": (Tier.DEVICE, Tier.HOST)}
 LONG = 200_000_000  # cycles: about a tenth of a second
@@ -49,7 +49,7 @@ LONG = 200_000_000  # cycles: about a tenth of a second
 class Rig:
     """Two memories of random bytes and a copy engine between them."""
 
-    def __init__(self, spec: ModelSpec = SPEC, routes: Routes | None = ROUTES["kernel"], **options: object) -> None:
+    def __init__(self, spec: ModelSpec = SPEC, route: Route | None = ROUTES["kernel"], **options: object) -> None:
         layouts = layouts_for(spec, CONFIG)
         self.memories = {
             tier: TorchMemory(spec, layout, "cuda" if tier is Tier.DEVICE else "cpu") for tier, layout in layouts.items()
@@ -58,7 +58,7 @@ class Rig:
             generator = torch.Generator().manual_seed(seed)
             memory.bytes_B.copy_(torch.randint(0, 256, memory.bytes_B.shape, dtype=torch.uint8, generator=generator))
         self.counters = Counters()
-        self.copy_engine = TorchCopyEngine(self.memories, routes=routes, counters=self.counters, **options)  # type: ignore[arg-type]
+        self.copy_engine = TorchCopyEngine(self.memories, route=route, counters=self.counters, **options)  # type: ignore[arg-type]
 
     def rows(self, tier: Tier, kind: Kind) -> torch.Tensor:
         return self.memories[tier].rows(kind)
@@ -87,7 +87,7 @@ def copy_of(kind: Kind, way: str, read: np.ndarray, write: np.ndarray) -> Copy:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", CACHED_KINDS)
 def test_random_pages_of_every_kind_arrive_and_nothing_else_changes(kind: Kind, route: str, way: str) -> None:
-    rig, random = Rig(routes=ROUTES[route]), np.random.default_rng(int(kind))
+    rig, random = Rig(route=ROUTES[route]), np.random.default_rng(int(kind))
     source, target = WAYS[way]
     slots = min(len(rig.rows(tier, kind)) for tier in Tier if tier in rig.memories)
     for num_pages in (0, 1, 2, 7, 63):
@@ -121,15 +121,12 @@ def test_the_kernel_copies_any_range_both_ways_beside_a_plain_loop(size: int) ->
             assert torch.equal(target.cpu(), wanted.view(-1))
 
 
-def test_the_host_arena_is_registered_and_the_measured_routes_leave_its_bytes_alone() -> None:
-    rig = Rig(routes=None)
+def test_the_host_arena_is_registered_and_trying_ways_to_copy_leaves_its_bytes_alone() -> None:
+    rig = Rig(route=None)
     host = rig.memories[Tier.HOST]
     assert host.bytes_B.is_pinned() and len(host.block) == CONFIG.host_bytes
     generator = torch.Generator().manual_seed(list(rig.memories).index(Tier.HOST))
     assert torch.equal(host.bytes_B, torch.randint(0, 256, host.bytes_B.shape, dtype=torch.uint8, generator=generator))
-    measured = rig.copy_engine._copier._routes
-    for route in (measured.load, measured.save):
-        assert route.programs in PROGRAMS and PAGES_BYTES[-1] <= route.crossover_bytes <= 2 * PAGES_BYTES[0]
 
 
 @pytest.mark.parametrize("sizes", [[1], [7, 9000, 1], [656] * 1000, [40_000] * 90], ids=["one", "odd", "rows", "pages"])
@@ -139,7 +136,7 @@ def test_the_driver_copies_lists_both_ways_in_a_thread_that_has_used_no_device(s
     host.copy_(torch.randint(0, 256, host.shape, dtype=torch.uint8))
     there, stream = torch.zeros_like(host, device="cuda"), torch.cuda.Stream()
     torch.cuda.synchronize()
-    driver = torch_copy_engine._driver(torch.device("cuda", 0))
+    driver = checked_driver(torch.device("cuda", 0))
 
     def copy(source: torch.Tensor, target: torch.Tensor) -> None:
         sources, targets = (np.uint64(each.data_ptr()) + starts for each in (source, target))
@@ -154,7 +151,7 @@ def test_the_driver_copies_lists_both_ways_in_a_thread_that_has_used_no_device(s
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_loads_and_saves_at_once_move_the_right_bytes(route: str) -> None:
-    rig, random = Rig(routes=ROUTES[route]), np.random.default_rng(3)
+    rig, random = Rig(route=ROUTES[route]), np.random.default_rng(3)
     half = min(len(rig.rows(tier, Kind.PREFIX)) for tier in rig.memories) // 2
     for round_number in range(5):
         up = copy_of(Kind.PREFIX, "up", random.permutation(half), random.permutation(half))
@@ -170,7 +167,7 @@ def test_loads_and_saves_at_once_move_the_right_bytes(route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_save_copies_what_the_engine_had_queued_before_it(route: str) -> None:
-    rig, ids = Rig(routes=ROUTES[route]), np.arange(0, 60, 3)
+    rig, ids = Rig(route=ROUTES[route]), np.arange(0, 60, 3)
     rows, there = rig.rows(Tier.DEVICE, Kind.PREFIX), torch.from_numpy(ids).cuda()
     torch.cuda._sleep(LONG)  # what writes the pages is still to come
     rows[there] = 77
@@ -181,7 +178,7 @@ def test_a_save_copies_what_the_engine_had_queued_before_it(route: str) -> None:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_load_overwrites_no_page_that_a_queued_pass_still_reads(route: str) -> None:
-    rig, ids = Rig(routes=ROUTES[route]), np.arange(0, 60, 3)
+    rig, ids = Rig(route=ROUTES[route]), np.arange(0, 60, 3)
     rows, there = rig.rows(Tier.DEVICE, Kind.PREFIX), torch.from_numpy(ids).cuda()
     old = rig.pages(Tier.DEVICE, Kind.PREFIX, ids)
     torch.cuda._sleep(LONG)
@@ -207,13 +204,13 @@ def test_a_kernel_that_cannot_be_launched_is_counted_once_and_the_pages_come_all
     assert rig.counters["copy_fallbacks"] == 1
 
 
-@pytest.mark.parametrize("missing", ["_kernel", "_driver"])
+@pytest.mark.parametrize("missing", ["checked_kernel", "checked_driver"])
 def test_without_triton_or_a_new_driver_pages_are_copied_otherwise(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(device: object) -> None:
         raise OSError("no such thing here")
 
-    monkeypatch.setattr(torch_copy_engine, missing, fail)
-    rig, ids = Rig(routes=None), np.arange(0, 60, 3)
+    monkeypatch.setattr(page_copier, missing, fail)
+    rig, ids = Rig(route=None), np.arange(0, 60, 3)
     rig.run(plan_of(copy_of(Kind.PREFIX, "down", ids, ids)))
     assert torch.equal(rig.pages(Tier.DEVICE, Kind.PREFIX, ids), rig.pages(Tier.HOST, Kind.PREFIX, ids))
     assert rig.counters["copy_fallbacks"] == 1
@@ -222,7 +219,7 @@ def test_without_triton_or_a_new_driver_pages_are_copied_otherwise(missing: str,
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_pass_waits_for_each_layer_and_reads_what_was_loaded(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_events, "STEP_BYTES", 64 << 10)
-    rig, random = Rig(routes=ROUTES[route], layerwise=SPEC), np.random.default_rng(5)
+    rig, random = Rig(route=ROUTES[route], layerwise=SPEC), np.random.default_rng(5)
     read, write = random.permutation(200)[:150], random.permutation(200)[:150]
     point = np.array([rig.rows(Tier.DEVICE, Kind.POINT).shape[0] - 1])
     job, others = JobId(9), torch.cuda.Stream()

@@ -14,7 +14,7 @@ from stepwell.cache.build import layouts_for
 torch = pytest.importorskip("torch")
 
 from stepwell.transfer import layer_events  # noqa: E402
-from stepwell.transfer.page_copier import Route, Routes  # noqa: E402
+from stepwell.transfer.page_copier import Route  # noqa: E402
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
 from stepwell.transfer.torch_memory import TorchMemory  # noqa: E402
 
@@ -31,8 +31,9 @@ SPEC = ModelSpec(
 )
 LAYOUTS = layouts_for(SPEC, CacheConfig(device_bytes=32 << 20, host_bytes=32 << 20))
 ROUTES = {
-    name: Routes(load=Route(crossover_bytes=size, programs=6), save=Route(crossover_bytes=size, programs=3), least_runs=1)
-    for name, size in (("kernel", 1 << 40), ("copy engine", 0))
+    "kernel": Route(crossover_bytes=1 << 40, programs=6, least_runs=1),
+    "copy engine": Route(crossover_bytes=0),
+    "as usual": None,
 }
 
 
@@ -55,7 +56,7 @@ def test_both_halves_of_pages_arrive_and_nothing_else_changes(
     below = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=host)
     spans = [{Tier.DEVICE: Span(tier=Tier.DEVICE, kind=kind, ids=ids), Tier.HOST: below} for kind, ids in pages.items()]
     copies = tuple(Copy(source=each[source], target=each[target]) for each in spans)
-    engine = TorchCopyEngine(memories, routes=ROUTES[route], layerwise=SPEC if layerwise else None)
+    engine = TorchCopyEngine(memories, route=ROUTES[route], layerwise=SPEC if layerwise else None)
     purpose = Purpose.LOAD if target is Tier.DEVICE else Purpose.SAVE
     engine.begin(Plan(job=JobId(1), purpose=purpose, copies=copies))()
     wanted = before[target].copy()

@@ -35,9 +35,8 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     def slowly(
         copier: PageCopier, routed: Routed, staged: StagedIds | None = None, stream: torch.cuda.Stream | None = None
     ) -> None:  # fmt: skip
-        if stream is not None:  # else a way to copy is being tried out
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(SLOW)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLOW)
         queue(copier, routed, staged, stream)
 
     def noted(events: LayerEvents, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:

@@ -21,7 +21,6 @@ from stepwell.base.ids import CACHED_KINDS, Kind, Tier
 from stepwell.base.spec import ModelSpec, Part, StateSpec
 from stepwell.base.tasks import Copy, PageIds, Plan
 from stepwell.transfer.copy_engine import Work
-from stepwell.transfer.copy_speeds import DEFAULT_ROUTES
 from stepwell.transfer.page_tables import PagePairs
 from stepwell.transfer.shard_tables import Pair, pairs_for
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
@@ -50,12 +49,10 @@ class ShardCopyEngine:
         self._on_gpu = self._gpu_engine(device, host) if device.bytes_B.is_cuda else None
 
     def _gpu_engine(self, device: TorchMemory, host: TorchMemory | None) -> TorchCopyEngine:
-        """Copies wait for nothing on the device: no pass is at work on pages that are copied. Nothing is measured, for the host's
-        memory may be in use by other ranks.
-        """
+        """Copies wait for nothing on the device: no pass is at work on pages that are copied."""
         memories = {Tier.DEVICE: device} | ({} if host is None else {Tier.HOST: host})
         idle = torch.cuda.Stream(device.bytes_B.device)
-        return TorchCopyEngine(memories, engine_stream=idle, routes=DEFAULT_ROUTES, shards=self.pairs)
+        return TorchCopyEngine(memories, engine_stream=idle, shards=self.pairs)
 
     def begin(self, plan: Plan) -> Work:
         """Of pages that no pass is at work on. The work waits until they are copied."""

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Lock
-from types import ModuleType
 
 import torch
 
@@ -23,10 +22,8 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.transfer.block_tables import BlockTables
 from stepwell.transfer.copy_engine import Work
-from stepwell.transfer.copy_speeds import DEFAULT_ROUTES, check_driver, check_kernel, measured_routes
-from stepwell.transfer.driver_copies import DriverCopies
 from stepwell.transfer.layer_events import LayerEvents, LayerSteps, layer_steps
-from stepwell.transfer.page_copier import PageCopier, Routed, Routes, StagedIds, fall_back
+from stepwell.transfer.page_copier import PageCopier, Route, Routed, StagedIds, checked_copier
 from stepwell.transfer.page_tables import Cuts, PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
@@ -45,15 +42,14 @@ class TorchCopyEngine:
     """Copies between torch memories. On CUDA saves go on one stream and the rest on another. Neither has a high
     priority: on a copy engine the few numbers that a pass needs would wait for all copies of a stream that has one.
 
-    `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins. `routes` says
-    which pages the copy kernel copies; else that is measured now, while the memories are not in use. With `layerwise`, the
-    spec of what the pages hold, loads are copied layer by layer and `events_for` has their events. `counters` hears of a way
-    of copying that cannot be used.
+    `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins. `route` says
+    which pages the copy kernel copies, None: as usual. With `layerwise`, the spec of what the pages hold, loads are copied
+    layer by layer and `events_for` has their events. `counters` hears of a way of copying that cannot be used.
     """
 
     def __init__(
         self, memories: Mapping[Tier, TorchMemory], *, engine_stream: torch.cuda.Stream | None = None,
-        routes: Routes | None = None, layerwise: ModelSpec | None = None, counters: Counters | None = None,
+        route: Route | None = None, layerwise: ModelSpec | None = None, counters: Counters | None = None,
         blocks: BlockTables | None = None, shards: ShardPairs | None = None,
     ) -> None:  # fmt: skip
         """`blocks` is the memory of an engine that owns its own: plans may copy between it and the host. `shards` says what a
@@ -69,11 +65,11 @@ class TorchCopyEngine:
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
         devices = [memory.bytes_B.device for memory in memories.values()] + ([blocks.device] if blocks is not None else [])
         self._device = next((device for device in devices if device.type == "cuda"), None)
-        self._copier = PageCopier(DEFAULT_ROUTES)
+        self._copier = PageCopier()
         if self._device is not None:
             with torch.cuda.device(self._device):
                 self._loading, self._saving = (_Lane(torch.cuda.Stream(self._device)) for _ in range(2))
-                self._copier = _copier(memories, self._device, routes, counters or Counters())
+                self._copier = checked_copier(self._device, counters or Counters(), route)
                 for _ in range(PLANS_AT_ONCE):
                     self._spare.put(StagedIds(self._device))
 
@@ -244,36 +240,3 @@ def _wait(done: torch.cuda.Event, *, spin: bool) -> None:
 
 def _is_load(copy: Copy) -> bool:
     return (copy.source.tier, copy.target.tier) == (Tier.HOST, Tier.DEVICE)
-
-
-def _copier(memories: Mapping[Tier, TorchMemory], device: torch.device, routes: Routes | None, counters: Counters) -> PageCopier:
-    """With what is fast and can be had, checked."""
-    count = partial(counters.add, "copy_fallbacks")
-    driver, kernel = None, None
-    try:
-        driver = _driver(device)
-    except Exception as error:  # the edge to a driver, and below to a compiler: whatever they raise, pages can still be copied
-        fall_back("the driver's copies of lists", error, count)
-    try:
-        kernel = _kernel(device)
-        if routes is None and Tier.HOST in memories:
-            routes = measured_routes(kernel, driver, memories[Tier.HOST].bytes_B, device)
-    except Exception as error:
-        kernel = None
-        fall_back("the copy kernel", error, count)
-    return PageCopier(routes or DEFAULT_ROUTES, kernel=kernel, driver=driver, on_fallback=count)
-
-
-def _driver(device: torch.device) -> DriverCopies:
-    torch.zeros(1, device=device)  # makes the device's context current
-    driver = DriverCopies()
-    check_driver(driver, device)
-    return driver
-
-
-def _kernel(device: torch.device) -> ModuleType:
-    """Where Triton is not installed this raises ImportError."""
-    from stepwell.transfer import copy_kernel
-
-    check_kernel(copy_kernel, device)
-    return copy_kernel

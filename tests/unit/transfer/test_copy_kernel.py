@@ -14,12 +14,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from stepwell.transfer.page_copier import PageCopier, Route, Routes, StagedIds  # noqa: E402
+from stepwell.transfer.page_copier import PageCopier, Route, StagedIds  # noqa: E402
 from stepwell.transfer.page_tables import PagePairs, PageTable, Piece  # noqa: E402
 
 NAME = "stepwell.transfer.copy_kernel"
-ALL = Route(crossover_bytes=1 << 40, programs=3)
-BY_KERNEL = Routes(load=ALL, save=ALL, least_runs=1)
+BY_KERNEL = Route(crossover_bytes=1 << 40, programs=3, least_runs=1)
 
 
 @pytest.fixture

@@ -11,12 +11,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from stepwell.transfer.page_copier import PageCopier, Route, Routes, StagedIds  # noqa: E402
+from stepwell.transfer.page_copier import PageCopier, Route, StagedIds  # noqa: E402
 from stepwell.transfer.page_tables import PagePairs, PageTable, Piece  # noqa: E402
 
-ROUTES = Routes(
-    load=Route(crossover_bytes=1000, programs=8), save=Route(crossover_bytes=100, programs=4), least_runs=2
-)  # fmt: skip
+ROUTE = Route(crossover_bytes=250, programs=8, least_runs=2)
 
 
 class Kernel:
@@ -67,7 +65,7 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
 def test_runs_copy_every_page_and_nothing_but_what_lies_between_them() -> None:
     source, target = table(), table()
     before = target.bytes_B.clone()
-    queue(PageCopier(ROUTES), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
+    queue(PageCopier(ROUTE), pairs(source, target, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
     for read, write in ((3, 6), (4, 7), (5, 8), (0, 1)):
         assert torch.equal(page(source, read), page(target, write))
     for untouched in (0, 2, 3, 4, 5, 9):
@@ -83,27 +81,38 @@ def test_pages_that_are_not_there_are_refused_before_anything_is_copied(ids: lis
         pairs(table(), table(), some, ids)
 
 
-def test_small_pages_between_host_and_device_go_by_kernel_each_way_by_its_own_crossover() -> None:
+def test_small_pages_between_host_and_device_go_by_kernel() -> None:
     host, device = table(), table(on_device=True)
     kernel = Kernel()
-    copier = PageCopier(ROUTES, kernel=kernel)  # type: ignore[arg-type]
+    copier = PageCopier(ROUTE, kernel=kernel)  # type: ignore[arg-type]
     queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
     assert kernel.calls[0].programs == 8 and kernel.calls[0].size_bytes == 200
     assert kernel.calls[0].source_ids.tolist() == [1, 3] and kernel.calls[0].target_ids.tolist() == [2, 4]
-    queue(copier, pairs(device, host, [1, 3], [2, 4]).whole())
-    assert len(kernel.calls) == 1, "pages of 200 bytes are large on the way down"
+    large = table(page_bytes=300, stride=512)
+    queue(copier, pairs(large, table(page_bytes=300, stride=512, on_device=True), [1, 3], [2, 4]).whole())
+    assert len(kernel.calls) == 1, "pages of 300 bytes are large"
     queue(copier, Piece(pairs=pairs(device, host, [1, 3], [2, 4]), start=8, size_bytes=64))
-    assert kernel.calls[1].programs == 4
+    assert kernel.calls[1].size_bytes == 64
     queue(copier, pairs(host, device, [1], [2]).whole())
     queue(copier, pairs(host, device, [1, 2, 3, 4], [2, 3, 4, 5]).whole())
     queue(copier, pairs(device, table(on_device=True), [1, 3], [2, 4]).whole())
     assert len(kernel.calls) == 2, "one copy, and copies inside the device, need no kernel"
 
 
+def test_where_the_driver_takes_lists_the_kernel_copies_smaller_pages_alone() -> None:
+    kernel, small, medium, large = Kernel(), 8 << 10, 64 << 10, 1 << 20
+    for driver, taken in ((None, [small, medium]), (Driver(), [small])):
+        copier = PageCopier(kernel=kernel, driver=driver)  # type: ignore[arg-type]
+        for size in (small, medium, large):
+            host, device = (table(8, page_bytes=size, stride=size, on_device=there) for there in (False, True))
+            piece = pairs(host, device, [1, 3, 5, 7], [6, 4, 2, 0]).whole()
+            assert (copier.routed(piece).route is not None) == (size in taken)
+
+
 def test_a_kernel_that_fails_is_said_and_counted_once_and_the_bytes_are_right(caplog: pytest.LogCaptureFixture) -> None:
     host, device = table(), table(on_device=True)
     kernel, fallbacks = Kernel(RuntimeError("ptxas is missing\nand a long story")), []
-    copier = PageCopier(ROUTES, kernel=kernel, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
+    copier = PageCopier(ROUTE, kernel=kernel, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             queue(copier, pairs(host, device, [1, 3], [2, 4]).whole())
@@ -137,7 +146,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stream")
 def test_large_pages_between_host_and_device_go_as_lists_of_runs() -> None:
     host, device, driver = table(page_bytes=300, stride=512), table(page_bytes=300, stride=512, on_device=True), Driver()
-    copier = PageCopier(ROUTES, driver=driver)  # type: ignore[arg-type]
+    copier = PageCopier(ROUTE, driver=driver)  # type: ignore[arg-type]
     before = device.bytes_B.clone()
     queue(copier, pairs(host, device, [3, 4, 5, 0], [6, 7, 8, 1]).whole())
     assert driver.sizes == [[2 * 512 + 300, 300]]
@@ -157,7 +166,7 @@ def test_large_pages_between_host_and_device_go_as_lists_of_runs() -> None:
 def test_a_driver_that_refuses_a_list_is_said_and_counted_once_and_the_bytes_are_right(caplog: pytest.LogCaptureFixture) -> None:
     host, device = table(), table(on_device=True)
     driver, fallbacks = Driver(lists=1), []
-    copier = PageCopier(ROUTES, driver=driver, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
+    copier = PageCopier(ROUTE, driver=driver, on_fallback=lambda: fallbacks.append(1))  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING):
         for write in (2, 4, 6):
             queue(copier, pairs(host, device, [1, 3], [write, write + 1]).whole())

@@ -20,7 +20,7 @@ from stepwell.cache.build import layouts_for  # noqa: E402
 from stepwell.transfer import layer_events, torch_copy_engine  # noqa: E402
 from stepwell.transfer.block_tables import BlockTables, LayerBlocks  # noqa: E402
 from stepwell.transfer.layer_events import LayerEvents  # noqa: E402
-from stepwell.transfer.page_copier import PageCopier, Route, Routed, Routes, StagedIds  # noqa: E402
+from stepwell.transfer.page_copier import PageCopier, Route, Routed, StagedIds  # noqa: E402
 from stepwell.transfer.page_tables import PagePairs, PageTable  # noqa: E402
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine  # noqa: E402
 from stepwell.transfer.torch_memory import TorchMemory  # noqa: E402
@@ -289,9 +289,9 @@ def test_page_ids_are_staged_once_for_all_steps_of_a_load(monkeypatch: pytest.Mo
         def copy_pages(self, source_B: object, target_B: object, read: object, write: object, **sizes: int) -> None:
             calls.append((read.tolist(), write.tolist(), sizes["size_bytes"]))  # type: ignore[attr-defined]
 
-    route = Route(crossover_bytes=1 << 40, programs=2)
+    route = Route(crossover_bytes=1 << 40, programs=2, least_runs=1)
     stand_in.copy_engine._tables = on_device
-    stand_in.copy_engine._copier = PageCopier(Routes(load=route, save=route, least_runs=1), kernel=Kernel())  # type: ignore[arg-type]
+    stand_in.copy_engine._copier = PageCopier(route, kernel=Kernel())  # type: ignore[arg-type]
     monkeypatch.setattr(layer_events, "STEP_BYTES", 1)
     stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3, 9], [8, 1]))()
     assert calls == [([3, 9], [8, 1], 16)] * 2, "two layers of 16 bytes"

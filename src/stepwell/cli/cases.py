@@ -1,4 +1,4 @@
-"""What `replay`, `plan` and `explain` are all asked: traces, a model, tiers, a policy, a machine; and where their answers go.
+"""The arguments that `replay`, `plan` and `explain` share: traces, a model, tiers, a policy, a machine; and their output.
 
 Turns arguments into cases and figures into tables; replays nothing.
 """
@@ -27,42 +27,52 @@ from stepwell.sim.hardware import Hardware, hardware_from
 from stepwell.sim.policies import DEFAULT, POLICIES
 from stepwell.sim.trace import Trace
 
-PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
-_SIZES = {  # what tiers have that are not named
-    Tier.DEVICE: ("device_memory", "80GiB", "of the device tier"),
-    Tier.HOST: ("host_memory", "512GiB", "of the host tier below it; 0 or none for no such tier"),
-    Tier.STORE: ("store_budget", "4TiB", "of a store below that; 0 or none for no store"),
+PIPE_WIDTH = 160  # columns when the output is not a terminal: no cell is cut
+_SIZES = {
+    Tier.DEVICE: ("device_memory", "80GiB", "memory of the device tier"),
+    Tier.HOST: ("host_memory", "512GiB", "memory of the host tier; 0 or none for no host tier"),
+    Tier.STORE: ("store_budget", "4TiB", "size of the store; 0 or none for no store"),
 }
 
 
 def add_arguments(parser: ArgumentParser, *, compares: bool = False) -> None:
-    """With `compares` there is a `--compare` to give in place of a policy."""
-    parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="each is replayed on its own, with an empty cache")
-    parser.add_argument("--spec", required=True, metavar="NAME_OR_CONFIG", help="a preset, a config.json, or its folder")
-    parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
+    """With `compares` there is `--compare` as an alternative to `--policy`."""
     parser.add_argument(
-        "--checkpoint-dtype", choices=CHECKPOINT_DTYPES, help="checkpoints in eight bits below the device (default: exact)"
+        "traces", nargs="+", type=Path, metavar="TRACE", help="trace files; each is replayed on its own, with an empty cache"
     )
-    parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
+    parser.add_argument(
+        "--spec", required=True, metavar="NAME_OR_CONFIG", help="the model: a preset, a config.json, or its folder"
+    )
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"dtype of attention rows: {', '.join(KV_DTYPES)}")
+    parser.add_argument(
+        "--checkpoint-dtype", choices=CHECKPOINT_DTYPES, help="keep checkpoints in eight bits below the device (default: exact)"
+    )
+    parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens in a page (default: the model's)")
     tiers = parser.add_argument_group("tiers and store")
     for name, size, what in _SIZES.values():
         tiers.add_argument(f"--{name.replace('_', '-')}", default=size, metavar="SIZE", help=f"{what} (default: {size})")
     add_write_policy(tiers)
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--policy", default=DEFAULT, metavar="NAME", help=f"one of {', '.join(POLICIES)} (default: {DEFAULT})")
+    which.add_argument(
+        "--policy", default=DEFAULT, metavar="NAME", help=f"what is evicted: {', '.join(POLICIES)} (default: {DEFAULT})"
+    )
     if compares:
-        which.add_argument("--compare", action="store_true", help="replay with every policy in turn")
+        which.add_argument("--compare", action="store_true", help="replay with every policy")
     defaults = ", ".join(f"{field.name}={getattr(Hardware(), field.name):g}" for field in fields(Hardware))
     parser.add_argument(
-        "--hardware", action="append", default=[], metavar="NAME=VALUE", help=f"for times; repeat it (default: {defaults})"
+        "--hardware",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"speeds and latencies for estimated times; can be repeated (default: {defaults})",
     )
-    parser.add_argument("--requests", type=int, metavar="N", help="the first N of each trace (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure; - for standard output")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="draw a page")
+    parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests of each trace (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON; - for standard output")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML page")
 
 
 def cases_of(args: Namespace) -> list[Case]:
-    """A case for each trace, checked: what cannot be replayed is refused before anything is. Raises StepwellError."""
+    """A checked case for each trace, so that mistakes are found before the first replay. Raises StepwellError."""
     _must_be_writable(args.json, "--json")
     _must_be_writable(args.html, "--html")
     given = {tier: parse_tier(getattr(args, name), name) for tier, (name, _, _) in _SIZES.items()}
@@ -90,7 +100,7 @@ def cases_of(args: Namespace) -> list[Case]:
 
 
 def _must_be_writable(path: Path | None, flag: str) -> None:
-    """Raises ConfigError before a long replay whose figures could not be written."""
+    """Checked before a long replay. Raises ConfigError."""
     if path is None or str(path) == "-":
         return
     folder = path.absolute().parent
@@ -104,7 +114,7 @@ def _must_be_writable(path: Path | None, flag: str) -> None:
 
 @contextmanager
 def watched(case: Case, label: str) -> Iterator[tuple[Trace, Callable[[], None]]]:
-    """A case's trace, and what to call after each of its requests to move a bar on stderr. Raises TraceError."""
+    """A case's trace, and a function that advances a bar on stderr by one request. Raises TraceError."""
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -126,12 +136,12 @@ def watched(case: Case, label: str) -> Iterator[tuple[Trace, Callable[[], None]]
 
 
 def one_or_all(rows: Sequence[dict[str, object]], name: str) -> dict[str, object]:
-    """One trace's figures as they are; those of several under `name`."""
+    """The figures of one trace alone; those of several under `name`."""
     return rows[0] if len(rows) == 1 else {name: rows}
 
 
 def wants_tables(args: Namespace) -> bool:
-    """Whether standard output is for people."""
+    """Whether standard output is for tables."""
     return args.json is None or str(args.json) != "-"
 
 

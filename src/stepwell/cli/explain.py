@@ -1,4 +1,4 @@
-"""`stepwell explain TRACE...`: why tokens of a trace were computed although a cache stood by, and what would help.
+"""`stepwell explain TRACE...`: why tokens of a trace were computed despite the cache, and what would help.
 
 Prints; decides nothing. Every request goes through the production cache, with a copy engine that only counts.
 """
@@ -24,40 +24,42 @@ def configure(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     cases = cases_of(args)
-    told = [_watch(case) for case in cases]
+    explained = [_watch(case) for case in cases]
     if wants_tables(args):
-        for each in told:
+        for each in explained:
             _print(each)
     if args.json is not None:
-        rows = [each.as_json(worst=WORST) for each in told]
+        rows = [each.as_json(worst=WORST) for each in explained]
         write(args.json, json.dumps(one_or_all(rows, "traces"), indent=2) + "\n")
     if args.html is not None:
-        write(args.html, draw_explained(told, cases[0].sizes, worst=WORST))  # cases differ in their traces only
+        write(args.html, draw_explained(explained, cases[0].sizes, worst=WORST))  # cases differ in their traces only
     return 0
 
 
 def _watch(case: Case) -> Explained:
     """Replays with a bar on stderr. Raises ConfigError for a trace without requests."""
     with watched(case, case.trace.name) as (trace, advance):
-        told = explain_trace(trace, case.setup(), policy=case.policy, on_request=advance)
-    if not told.total.requests:
+        explained = explain_trace(trace, case.setup(), policy=case.policy, on_request=advance)
+    if not explained.total.requests:
         raise ConfigError(f"{case.trace} has no requests to explain")
-    return told
+    return explained
 
 
-def _print(told: Explained) -> None:
-    total = told.total
+def _print(explained: Explained) -> None:
+    total = explained.total
     hits = 1 - total.computed_tokens / max(total.prompt_tokens, 1)
     counts = f"{total.computed_tokens:,} of {total.prompt_tokens:,}"
-    title = f"{told.trace}, {told.spec}: why {counts} tokens were computed (hit rate {hits:.1%})"
+    title = f"{explained.trace}, {explained.spec}: why {counts} tokens were computed (hit rate {hits:.1%})"
     print_table(title, _brief(REASON_HEADS), map(_brief, reason_rows(total)), words=2)
-    if told.sessions:
-        print_table(f"the worst of {len(told.sessions):,} sessions", SESSION_HEADS, session_rows(told, worst=WORST), words=2)
+    if explained.sessions:
+        print_table(
+            f"the worst of {len(explained.sessions):,} sessions", SESSION_HEADS, session_rows(explained, worst=WORST), words=2
+        )
 
 
 def _brief(cells: tuple[str, ...]) -> tuple[str, ...]:
-    """Without what the reason means: on a terminal that would leave no room for the figures."""
+    """Without the meaning of the reason: a terminal is too narrow for it."""
     return (cells[0], *cells[2:])
 
 
-COMMAND = Command(name="explain", summary="Say why a trace's tokens were computed.", configure=configure, run=run)
+COMMAND = Command(name="explain", summary="Explain why tokens of a trace were computed.", configure=configure, run=run)

@@ -1,4 +1,4 @@
-"""`stepwell plan TRACE...`: what each tier's memory buys on a trace, where that bends, and where the next gigabyte should go.
+"""`stepwell plan TRACE...`: what memory of each tier buys on a trace, its knees, and where the next gigabyte should go.
 
 Prints; decides nothing. Every point is a replay through the production cache, in a process of its own.
 """
@@ -40,8 +40,12 @@ from stepwell.sim.report import Report
 
 def configure(parser: ArgumentParser) -> None:
     add_arguments(parser)
-    parser.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="replays at a time (default: one a core)")
-    parser.add_argument("--price", metavar="TIER=PRICE,...", help="of a GiB of each tier, to weigh the next gigabyte by money")
+    parser.add_argument("--jobs", type=int, default=_cores(), metavar="N", help="replays at a time (default: one per core)")
+    parser.add_argument(
+        "--price",
+        metavar="TIER=PRICE,...",
+        help="prices of a GiB, as in device=8,host=1,store=0.05, to weigh the next gigabyte by money",
+    )
 
 
 def run(args: Namespace) -> int:
@@ -65,7 +69,7 @@ def run(args: Namespace) -> int:
 
 
 def prices_from(text: str | None, case: Case) -> Prices:
-    """Prices of a GiB of every tier there is, from `device=8,host=1,store=0.05`. Raises ConfigError."""
+    """Prices of a GiB of every tier, from `device=8,host=1,store=0.05`. Raises ConfigError."""
     if text is None:
         return {}
     tiers = {tier.label: tier for tier in TIERS}
@@ -83,7 +87,7 @@ def prices_from(text: str | None, case: Case) -> Prices:
         prices[tiers[name.strip()]] = price
     missing = [tier.label for tier in case.sizes if tier not in prices]
     if missing:
-        raise ConfigError(f"--price must name every tier there is: {', '.join(missing)} is missing")
+        raise ConfigError(f"--price must name every tier: {', '.join(missing)} is missing")
     return prices
 
 
@@ -97,11 +101,11 @@ def _sessions(case: Case) -> Sessions:
 
 def _say_too_small(found: Sweep) -> None:
     for tier, sizes in found.too_small.items():
-        print(f"left out, too small for one page: {tier.label} {', '.join(map(short_bytes, sizes))}", file=sys.stderr)
+        print(f"left out because it cannot hold a page: {tier.label} {', '.join(map(short_bytes, sizes))}", file=sys.stderr)
 
 
 def _replay(sweeps: Sequence[Sweep], sessions: Sequence[Sessions], jobs: int) -> list[list[Report]]:
-    """Replays the cases of all sweeps with one bar on stderr, and a line that says how long it will take."""
+    """Replays the cases of all sweeps with one bar on stderr, and a line with the expected time."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -157,4 +161,4 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-COMMAND = Command(name="plan", summary="Say what memory of each tier buys on a trace.", configure=configure, run=run)
+COMMAND = Command(name="plan", summary="Report what memory of each tier buys on a trace.", configure=configure, run=run)

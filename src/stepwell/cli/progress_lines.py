@@ -11,7 +11,7 @@ LINE_S = 15.0  # between two lines
 
 
 class ProgressLines:
-    """Says nothing on a terminal, and nothing in the first seconds. One thread."""
+    """Prints nothing on a terminal, and nothing in the first seconds. One thread."""
 
     def __init__(self, *, clock: Clock | None = None, stream: TextIO | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -19,7 +19,7 @@ class ProgressLines:
         self._began_s = self._said_s = self._clock.now()
 
     def report(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` is over; `what` says of what."""
+        """Reports that `done` of `total` of `what` are done."""
         now = self._clock.now()
         if self._stream.isatty() or now - self._said_s < LINE_S or not 0 < done <= total:
             return

@@ -1,4 +1,4 @@
-"""`stepwell replay TRACE...`: how much of a trace's prompts a cache of these sizes would have served, and from where.
+"""`stepwell replay TRACE...`: which share of a trace's prompts a cache of these sizes would have served, and from where.
 
 Prints; decides nothing. Every request goes through the production cache, with a copy engine that only counts.
 """
@@ -29,10 +29,12 @@ CAPTION = "written: to host / store; checkpoints: made / used; TTFT: p50 / p95 /
 
 def configure(parser: ArgumentParser) -> None:
     add_arguments(parser, compares=True)
-    parser.add_argument("--warm-up", type=int, default=0, metavar="N", help="requests before figures begin (default: 0)")
+    parser.add_argument(
+        "--warm-up", type=int, default=0, metavar="N", help="requests that warm the cache before figures begin (default: 0)"
+    )
     parser.add_argument("--max-model-len", type=int, metavar="N",
-                        help="leave out requests of more tokens, as a server refuses them (default: none)")  # fmt: skip
-    parser.add_argument("--whole-blocks", action="store_true", help="cache a prompt's last block even where it is not full")
+                        help="leave out longer requests, as a server refuses them (default: none)")  # fmt: skip
+    parser.add_argument("--whole-blocks", action="store_true", help="cache the last block of a prompt even if it is not full")
 
 
 def run(args: Namespace) -> int:
@@ -82,4 +84,4 @@ def _cells(report: Report) -> list[str]:
     ]
 
 
-COMMAND = Command(name="replay", summary="Replay a trace and count what the cache saves.", configure=configure, run=run)
+COMMAND = Command(name="replay", summary="Replay a trace and report what the cache saves.", configure=configure, run=run)

@@ -22,25 +22,27 @@ _PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
 
 def configure(parser: ArgumentParser) -> None:
     orders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    about = orders.add_parser("describe", help="count requests, tokens and what comes again")
-    about.add_argument("trace", type=Path, metavar="FILE", help="a trace of any format that can be read")
+    about = orders.add_parser("describe", help="count requests, tokens and repeated blocks")
+    about.add_argument("trace", type=Path, metavar="FILE", help="a trace in any known format")
     about.set_defaults(order=_describe)
-    convert = orders.add_parser("convert", help="write any trace in stepwell's own format")
+    convert = orders.add_parser("convert", help="convert a trace to stepwell's format")
     convert.add_argument("trace", type=Path, metavar="FILE", help="stepwell, Mooncake, or JSONL of token ids; .gz too")
     convert.add_argument("out", type=Path, metavar="OUT", help="gzipped if its name ends in .gz")
     convert.set_defaults(order=_convert)
-    make = orders.add_parser("generate", help="make a trace up from a seed")
+    make = orders.add_parser("generate", help="generate a synthetic trace")
     make.add_argument("kind", choices=tuple(KINDS), metavar="KIND", help=f"one of {', '.join(KINDS)}")
     make.add_argument("out", type=Path, metavar="OUT", help="gzipped if its name ends in .gz")
     make.add_argument("--sessions", type=int, default=100, metavar="N", help="conversations (default: 100)")
     make.add_argument("--seed", type=int, default=0, metavar="N", help="the same seed gives the same trace (default: 0)")
-    make.add_argument("--duration", type=float, default=3600.0, metavar="SECONDS", help="in which sessions begin (default: 3600)")
+    make.add_argument(
+        "--duration", type=float, default=3600.0, metavar="SECONDS", help="time in which sessions begin (default: 3600)"
+    )
     make.add_argument(
         "--block-tokens",
         type=int,
         default=64,
         metavar="N",
-        help="tokens that prompts are cut into, by which they are compared (default: 64)",
+        help="tokens in a block (default: 64)",
     )
     make.set_defaults(order=_generate)
     for order in (about, convert, make):

@@ -1,4 +1,4 @@
-"""One replay told by names and numbers alone, so that another process can be handed it. Opens files when asked to."""
+"""One replay as names and numbers alone, so that another process can run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stepwell.sim.setup import Setup
 from stepwell.sim.trace import Trace, TraceRequest
 
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.STORE)
-Sizes = Mapping[Tier, int]  # bytes; a tier that is not in it does not exist
+Sizes = Mapping[Tier, int]  # bytes; tiers that are missing do not exist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Case:
         return self.part_of(TraceFile(self.trace))
 
     def part_of(self, trace: Trace) -> Trace:
-        """As much of the opened trace as is to be served."""
+        """The part of the opened trace that is served."""
         return Part(trace, self.requests, self.max_model_len)
 
 

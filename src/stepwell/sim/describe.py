@@ -1,4 +1,4 @@
-"""What a trace is like: how many requests, how long their prompts are, and how much of them comes again. Pure."""
+"""Figures of a trace: number of requests, length of prompts, and the share that repeats. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Description:
 
     @property
     def repeated(self) -> float:
-        """The share of blocks that came before: what endless memory could reuse."""
+        """The share of blocks that were seen before: what endless memory could reuse."""
         return 1 - self.distinct_blocks / self.blocks if self.blocks else 0.0
 
     def as_json(self) -> dict[str, object]:
@@ -37,7 +37,7 @@ class Description:
 
 
 def describe(requests: Iterable[TraceRequest], *, block_tokens: int) -> Description:
-    """Reads a trace once. Remembers the name of every block in it."""
+    """Reads a trace once. Holds the name of every block."""
     lengths, outputs = array("q"), 0
     sessions: set[str] = set()
     seen: set[int] = set()

@@ -1,6 +1,6 @@
 """Executors that only count: copies and operations to the store are done at once, and nothing is moved.
 
-The seconds they would have taken are told to the cache where it asks how fast a store is.
+The seconds that they would have taken are reported to the cache, which measures the speed of a store.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stepwell.sim.hardware import Hardware
 from stepwell.sim.store import CountingStore
 from stepwell.store.api import KEY_BYTES, Space, WriteOutcome
 
-_NOBODY = Space(digest=bytes(KEY_BYTES))  # keys of two namespaces never meet
+_SPACE = Space(digest=bytes(KEY_BYTES))  # keys of two namespaces never meet
 _STATUSES = {
     WriteOutcome.STORED: ItemStatus.OK,
     WriteOutcome.EXISTS: ItemStatus.OK,
@@ -58,7 +58,7 @@ class Traffic:
 
 
 class CountingExecutor(DoneAtOnce[Completion]):
-    """An executor of one rank whose every copy succeeds as soon as it is asked for."""
+    """An executor of one rank whose copies succeed when they are submitted."""
 
     def __init__(self, spec: ModelSpec, traffic: Traffic) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class CountingExecutor(DoneAtOnce[Completion]):
 
 
 class CountingStoreExecutor(DoneAtOnce[Reply]):
-    """A store executor over a counting store: answers at once. A checkpoint is one value, whatever it consists of."""
+    """A store executor over a counting store, which answers at once. A checkpoint is one value, whatever its parts."""
 
     def __init__(self, spec: ModelSpec, store: CountingStore, traffic: Traffic, hardware: Hardware, *, readers: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class CountingStoreExecutor(DoneAtOnce[Reply]):
             case PutCheckpoint(boundary=boundary, windows=windows, points=points, level=level):
                 return self._put([manifest_key(boundary)], self._checkpoint_bytes(windows, points), boundary, level)
             case Relevel(pages=pages, boundaries=boundaries, level=level):
-                self._store.relevel(_NOBODY, (*pages, *map(manifest_key, boundaries)), level)
+                self._store.relevel(_SPACE, (*pages, *map(manifest_key, boundaries)), level)
                 return Outcome(statuses=(ItemStatus.OK,))
 
     def _checkpoint_bytes(self, windows: PageIds, points: PageIds) -> int:
@@ -143,7 +143,7 @@ class CountingStoreExecutor(DoneAtOnce[Reply]):
         return tuple([ok if has else missing for has in self._store.has(keys)])
 
     def _use_last(self, keys: Sequence[bytes]) -> None:
-        """The last of these that the store has counts as used, and with it what it stands on."""
+        """Marks the last of these that the store has as used, and its ancestors with it."""
         last = next((key for key in reversed(keys) if key in self._store), None)
         if last is not None:
             self._store.use(last)

@@ -1,4 +1,4 @@
-"""Trace files, plain or gzipped: finds out which format one has, reads it request by request, writes our own.
+"""Trace files, plain or gzipped: detects their format, reads them request by request, writes our own.
 
 Holds one line at a time. Every error names the file and the line.
 """
@@ -35,7 +35,7 @@ class TraceFile:
     """A trace on disk. Iterating it reads the file from its start."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file once to see what it is. Raises TraceError."""
+        """Opens the file once to detect its format. Raises TraceError."""
         self._path = path
         self._read_bytes = 0
         first = next(self._lines(), None)
@@ -62,7 +62,7 @@ class TraceFile:
 
     @property
     def read_bytes(self) -> int:
-        """How much of the file has been read, as it is on disk: for progress."""
+        """Bytes of the file on disk that have been read, for progress."""
         return self._read_bytes
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -77,7 +77,7 @@ class TraceFile:
             yield request
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
-        """The file's JSON values with their line numbers; blank lines are passed over."""
+        """The file's JSON values with their line numbers; blank lines are skipped."""
         number = 0
         try:
             with self._path.open("rb") as raw, _plain(raw) as stream:
@@ -103,7 +103,7 @@ class TraceFile:
 def write_trace(path: Path, requests: Iterable[TraceRequest], *, block_tokens: int, source: str) -> int:
     """Writes a trace in our own format, gzipped if the name ends in `.gz`; returns how many requests.
 
-    All or nothing: raises TraceError and leaves what was there. The file may be the one that is read from.
+    All or nothing: raises TraceError and leaves what was there. The file may be the one being read.
     """
     part = path.with_name(f"{path.name}.part")
     try:

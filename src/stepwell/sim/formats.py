@@ -1,4 +1,4 @@
-"""The three ways a line of a trace file can tell a request. Pure: a parsed line in, a request out, or a TraceError.
+"""The three formats of a line of a trace file. Pure: a parsed line in, a request out, or a TraceError.
 
 stepwell   {"t": 19.0, "session": 0, "in": 31983, "out": 704, "runs": [[4503599632547840, 235], [16777452, 264]]}
            after a header line {"format": "stepwell-trace", "version": 1, "block_tokens": 64}
@@ -21,7 +21,7 @@ from stepwell.sim.trace import LEAST_BLOCK_TOKENS, MAX_BLOCK_ID, BlockIds, Trace
 
 FORMAT, VERSION = "stepwell-trace", 1
 MOONCAKE_BLOCK_TOKENS = 512
-TOKENS_BLOCK_TOKENS = 16  # of prompts told by their tokens: divides the pages of every model
+TOKENS_BLOCK_TOKENS = 16  # of prompts given as tokens: divides the pages of every model
 MOST_PROMPT_TOKENS = 2**24
 MOST_BLOCK_TOKENS = 2**16
 
@@ -93,7 +93,7 @@ def parse_tokens(line: Any) -> TraceRequest:
 
 
 def _named(packed: bytes, block_bytes: int) -> BlockIds:
-    """A name for each whole block; what is left over is a tail of its own."""
+    """A name for each whole block; the rest is a tail."""
     count = len(packed) // block_bytes
     names = np.empty(count, np.int64)
     name = 0

@@ -1,6 +1,6 @@
-"""Traces made up from a seed: chats, agents with tools and sub-agents, and questions about documents. Pure.
+"""Synthetic traces from a seed: chats, agents with tools and sub-agents, and questions about documents. Pure.
 
-Blocks are numbered as they are first written, so text that two requests share is the same block, and nothing else is.
+Blocks are numbered when they are first written, so two requests share a block exactly where they share its text.
 
     chat      | shared system prompt | turn 1 | turn 2 | ...                        a person's turns, minutes apart
     agents    | shared tools | task | step | step | ...                             seconds apart; some steps ask a sub-agent,
@@ -43,7 +43,7 @@ class Shape:
 
 
 class _Writer:
-    """Gives out blocks that were never used, and makes requests of them."""
+    """Makes new blocks, and requests from them."""
 
     def __init__(self, shape: Shape) -> None:
         self.random = Random(shape.seed)
@@ -51,7 +51,7 @@ class _Writer:
         self._next = 0
 
     def text(self, tokens: int) -> list[int]:
-        """New text of about so many tokens, in whole blocks."""
+        """New text of about `tokens` tokens, in whole blocks."""
         blocks = max(round(tokens * self.random.uniform(0.5, 1.5) / self._block_tokens), 1)
         self._next += blocks
         return list(range(self._next - blocks, self._next))
@@ -101,7 +101,7 @@ def _agents(shape: Shape) -> Iterator[TraceRequest]:
                 for asked in _sub_agent(writer, sub_tools, at_s, str(session)):
                     at_s = asked.at_s
                     yield asked
-            blocks += writer.text(1200)  # its call and what the tool said
+            blocks += writer.text(1200)  # its call and the tool's result
 
 
 def _sub_agent(writer: _Writer, tools: list[list[int]], at_s: float, session: str) -> Iterator[TraceRequest]:

@@ -1,7 +1,7 @@
-"""What a machine would take for what a replay only counts. Arithmetic; nothing waits.
+"""Estimated seconds for what a replay only counts. Arithmetic; nothing waits.
 
-The defaults are of one large accelerator with a model of some tens of billions of active parameters behind it; measure
-your own and hand them in. Computing slows down with the position, since every token looks at all before it:
+The defaults are assumptions for one large accelerator and a model with some tens of billions of active parameters; measure
+your own and pass them. Computing slows down with the position, because every token attends to all before it:
 
     seconds for tokens [a, b) = (b - a) / prefill + (b^2 - a^2) / (2 * half * prefill)
 
@@ -38,16 +38,16 @@ class Hardware:
         return ((end - start) + (end**2 - start**2) / (2 * self.prefill_half_tokens)) / self.prefill_tokens_per_s
 
     def load_s(self, size_bytes: int) -> float:
-        """Seconds to bring bytes from the host to the device."""
+        """Seconds to load bytes from the host to the device."""
         return self.host_latency_s + size_bytes / self.host_bytes_per_s if size_bytes else 0.0
 
     def fetch_s(self, size_bytes: int, *, readers: int = 1) -> float:
-        """Seconds to bring bytes from the store to the host, for one of so many readers at a time."""
+        """Seconds to fetch bytes from the store to the host while `readers` read at once."""
         return self.store_latency_s + size_bytes * readers / self.store_bytes_per_s if size_bytes else 0.0
 
 
 def hardware_from(settings: list[str]) -> Hardware:
-    """The defaults with `name=number` settings in their place. Raises ConfigError."""
+    """The defaults, changed by `name=number` settings. Raises ConfigError."""
     known = {field.name for field in fields(Hardware)}
     changed: dict[str, float] = {}
     for setting in settings:

@@ -1,28 +1,28 @@
-"""The frame of pages that stand alone: no scripts, no files beside them; they print, and read in light and in dark. Pure.
+"""Self-contained HTML pages and their parts: no scripts and no other files; they print, and work in light and dark mode. Pure.
 
-Colours have names here, and two values each; who draws says `var(--green)`. What is wider than a screen scrolls in its own box.
+Colours have names and two values each: a drawing uses `var(--green)`. What is wider than the screen scrolls in its own box.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 WORDS: Mapping[str, str] = {
-    "device": "the accelerator's own memory, as far as it is given to the cache",
+    "device": "the part of the accelerator's own memory that the cache has",
     "host": "the server's main memory",
-    "store": "what is below it, such as a disk",
+    "store": "the tier below, such as a disk",
     "hit rate": "the share of all prompt tokens that came from the cache and were not computed again",
-    "endless memory": "the hit rate if nothing ever had to be given up",
-    "prefill": "the work on a prompt before its answer begins: computing what is not cached, and bringing up what is",
-    "speed-up": "how many times as long prefill would take without a cache; 1x is no gain",
+    "endless memory": "the hit rate if nothing ever had to be evicted",
+    "prefill": "the work on a prompt before its answer begins: computing what is not cached, and loading what is",
+    "speed-up": "how many times as long prefill would take without a cache; 1x means no gain",
     "TTFT": "time to the first token of an answer; half of all requests are faster than p50, 95 of 100 are faster than p95",
     "knee": "the size after which a byte begins to give less than the average byte did",
     "page": "a run of tokens, the unit in which prompts are kept",
-    "checkpoint": "what some models need, beside the pages of a prompt, to go on from one place in it",
-    "policy": "the rule by which the cache decides what to keep when memory is short",
-    "computed": "prompt tokens that the cache did not have, and the model had to work through",
+    "checkpoint": "what some models need, in addition to the pages of a prompt, to resume at one place in it",
+    "policy": "the rule that decides what the cache keeps when memory is short",
+    "computed": "prompt tokens that were not in the cache, so the model had to process them",
 }
 
 STYLE = """:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #595959; --line: #d8d8d8; --bar: #595959;
@@ -46,20 +46,20 @@ dt { font-weight: 600; float: left; clear: left; margin-right: .6em; } dd { marg
 
 
 def page(title: str, about: str, body: str) -> str:
-    """A whole page around `body`, which is HTML; its title, and what it is about, for people who see it first, are not."""
+    """A whole page around `body`, which is HTML. `title`, and `about` for first readers, are plain text."""
     view = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f"<head>{view}<title>{escape(title)}</title><style>{STYLE}</style></head>"
-    told = f"<header><p>{escape(title)}. {prose(about)}</p></header>"
-    return f'<!doctype html><html lang="en">{head}<body>{told}{body}</body></html>\n'
+    header = f"<header><p>{escape(title)}. {prose(about)}</p></header>"
+    return f'<!doctype html><html lang="en">{head}<body>{header}{body}</body></html>\n'
 
 
 def prose(text: str) -> str:
-    """Plain text as HTML; what a command takes, such as --policy, is not broken over lines."""
+    """Plain text as HTML; flags such as --policy are not broken over lines."""
     return re.sub(r"(?<![\w-])--[a-z][a-z0-9-]*", r"<code>\g<0></code>", escape(text))
 
 
 def drawing(width: int, height: int, body: str, *, label: str) -> str:
-    """An SVG around `body`; the label is for those who cannot see it."""
+    """An SVG around `body`; the label is its description for screen readers."""
     opening = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
     return f'<div class="wide">{opening}{body}</svg></div>'
 
@@ -81,5 +81,41 @@ def bullets(lines: Iterable[str]) -> str:
 
 
 def glossary(*names: str) -> str:
-    """What these of `WORDS` mean."""
+    """The meaning of these `WORDS`."""
     return f"<h2>Words</h2><dl>{''.join(f'<dt>{escape(name)}</dt><dd>{prose(WORDS[name])}</dd>' for name in names)}</dl>"
+
+
+# ---- bars by where tokens came from ---------------------------------------------------------------
+#
+# |#### device ####|:::: host ::::|//// store ////|     computed     |      dark, light, hatched, empty: they differ on grey paper
+
+SOURCES = ("device", "host", "store", "computed")
+_FILLS = {"device": "var(--device)", "host": "var(--host)", "store": "url(#hatched)", "computed": "none"}
+_HATCHED = (
+    '<defs><pattern id="hatched" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect width="6" height="6" fill="var(--store)"/><path d="M1 0V6" stroke="var(--hatch)" stroke-width="2"/></pattern></defs>'
+)
+
+
+def key() -> str:
+    """The legend. A page with bars has it once, before them, because it defines their patterns."""
+    parts = "".join(f"<span>{_swatch(name)} {name}</span>" for name in SOURCES)
+    return f'<svg width="0" height="0" style="position:absolute">{_HATCHED}</svg><p class="key">{parts}</p>'
+
+
+def cut_bar(tokens: Mapping[str, int], *, x: float, y: float, height: float, token_width: float) -> Iterator[str]:
+    """One bar from `x` on, divided by source; parts without tokens are left out."""
+    for name in SOURCES:
+        width = tokens[name] * token_width
+        if width:
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
+            yield f"<rect {place} {_look(name)}><title>{name}: {tokens[name]:,} tokens</title></rect>"
+        x += width
+
+
+def _swatch(name: str) -> str:
+    return f'<svg width="15" height="13"><rect x=".5" y=".5" width="14" height="12" {_look(name)}/></svg>'
+
+
+def _look(name: str) -> str:
+    return f'fill="{_FILLS[name]}" stroke="var(--ink)" stroke-width=".6"'

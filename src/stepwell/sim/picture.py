@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from stepwell.sim.page import drawing, glossary, page, prose, table
+from stepwell.sim.page import SOURCES, cut_bar, drawing, glossary, key, page, prose, table
 from stepwell.sim.plan_chart import said_sizes
 from stepwell.sim.plan_page import said_machine
 from stepwell.sim.policies import DEFAULT
 from stepwell.sim.report import Report
-from stepwell.sim.source_bars import SOURCES, cut_bar, key
 
 LEFT, BAR, RIGHT, ROW, TOP, BOTTOM = 150, 640, 110, 28, 28, 26
 HEADS = ("policy", "hit rate", *SOURCES, "TTFT p50 / p95")
 
 ABOUT = (
-    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
-    "It shows how much of the prompts the cache would have served, and from which memory."
+    "Recorded requests, replayed through a cache that keeps what a language model computed for earlier prompts. "
+    "It shows which share of the prompts the cache would have served, and from which memory."
 )
 
 
 def draw(reports: Sequence[Report]) -> str:
-    """The page. Replays of one trace stand together, as they come."""
+    """The page. Replays of one trace are shown together, in their order."""
     sections = "".join("".join(_section(group)) for group in _by_trace(reports))
     assumed = (
         "Every replay begins with an empty cache and serves one request at a time; answers are not cached. "

@@ -1,7 +1,14 @@
-"""What a buyer asks of replays at many sizes: what each tier's bytes give, where that bends, and where the next ones should go.
+"""What memory of each tier buys, from replays at many sizes: curves, their knees, and where the next gigabyte should go.
 
     speed-up   time to compute all prompts / time to compute, load and fetch what the cache left to do, one request at a time
-    step       from the sizes given to a larger one of a single tier: seconds of prefill it saves for each GiB it adds
+    step       from the sizes given to a larger size of one tier: seconds of prefill saved for each GiB added
+    knee       the size after which a byte begins to give less than the average byte did
+
+value  |          o----o      The knee is the point farthest above the straight line from the first point to the last, with
+       |      o .             both axes scaled to 1. Sizes are on a straight axis, not a logarithmic one, because bytes are
+       |    .                 what is paid for. A flat curve has no knee, nor has one without a point above that line.
+       | o
+       +----------------
 
 Pure: reports in, figures out.
 """
@@ -10,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 
 from stepwell.base.ids import Tier
 from stepwell.sim.case import TIERS
-from stepwell.sim.plan_knee import Knee, knee
 from stepwell.sim.plan_sessions import Sessions
 from stepwell.sim.plan_sweep import Sweep
 from stepwell.sim.report import Report
@@ -23,7 +30,41 @@ LEAST_HIT_GAIN = 0.005  # half a point
 LEAST_SPEED_UP_GAIN = 0.05
 LEAST_SAVING = 0.001  # of the prefill that is left: less is noise, and no reason to buy
 
+LEAST_HEIGHT = 0.05  # of a knee above the line, as a share of the whole gain: less is noise
+
 Prices = Mapping[Tier, float]  # of a GiB
+
+
+class Bend(Enum):
+    KNEE = "knee"
+    RISING = "no knee: still rising at the largest size"
+    FLAT = "no knee: size makes no difference in this range"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knee:
+    """How a curve bends; `size_bytes` is where, or the end of the range that it rises or is flat over."""
+
+    bend: Bend
+    size_bytes: int
+
+    def as_json(self) -> dict[str, object]:
+        return {"bend": self.bend.name.lower(), "size_bytes": self.size_bytes}
+
+
+def knee(sizes: Sequence[int], values: Sequence[float], *, least_gain: float) -> Knee:
+    """The knee of `values` over growing `sizes`; a curve that gains less than `least_gain` is flat."""
+    assert list(sizes) == sorted(set(sizes)) and len(sizes) == len(values) > 0, f"not a curve: {sizes=} {values=}"
+    best = [max(values[: at + 1]) for at in range(len(values))]  # more memory can be left unused
+    gain = best[-1] - best[0]
+    if gain < least_gain or gain <= 0:
+        return Knee(bend=Bend.FLAT, size_bytes=sizes[0])
+    span = sizes[-1] - sizes[0]
+    above = [(value - best[0]) / gain - (size - sizes[0]) / span for size, value in zip(sizes, best, strict=True)]
+    highest = max(range(len(above)), key=above.__getitem__)
+    if above[highest] < LEAST_HEIGHT:
+        return Knee(bend=Bend.RISING, size_bytes=sizes[-1])
+    return Knee(bend=Bend.KNEE, size_bytes=sizes[highest])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

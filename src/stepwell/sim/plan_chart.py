@@ -57,7 +57,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """The values: from 0 to `top` or the next round one, with a line across at `limit`, which `limit_said` tells."""
+    """The values: from 0 to `top` or the next round one, with a line across at `limit`, labelled `limit_said`."""
 
     title: str
     top: float
@@ -147,11 +147,11 @@ def _key(curve: Curve, x: float) -> Iterator[str]:
 
 def _mark(style: Style, x: float, y: float, *, filled: bool, title: str) -> str:
     look = f'fill="{style.colour if filled else "var(--paper)"}" stroke="{style.colour}" stroke-width="1.5"'
-    told = f"<title>{escape(title)}</title>"
+    label = f"<title>{escape(title)}</title>"
     if style.mark is Mark.CIRCLE:
-        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" {look}>{told}</circle>'
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" {look}>{label}</circle>'
     corners = " ".join(f"{x + right:.1f},{y + down:.1f}" for right, down in CORNERS[style.mark])
-    return f'<polygon points="{corners}" {look}>{told}</polygon>'
+    return f'<polygon points="{corners}" {look}>{label}</polygon>'
 
 
 def _steps(top: float) -> list[float]:

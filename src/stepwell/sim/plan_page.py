@@ -11,9 +11,8 @@ from stepwell.base.ids import Tier
 from stepwell.sim.case import TIERS
 from stepwell.sim.hardware import Hardware
 from stepwell.sim.page import bullets, glossary, page, table
-from stepwell.sim.plan import Plan, size_of, speed_up
+from stepwell.sim.plan import Bend, Knee, Plan, size_of, speed_up
 from stepwell.sim.plan_chart import Axis, Curve, Mark, Style, chart, said_sizes, short_bytes
-from stepwell.sim.plan_knee import Bend, Knee
 from stepwell.sim.plan_sessions import Sessions
 from stepwell.sim.report import Report
 
@@ -31,14 +30,14 @@ WORDS_USED = (
 LEAST_SHOWN_S = 1e-6
 
 ABOUT = (
-    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
+    "Recorded requests, replayed through a cache that keeps what a language model computed for earlier prompts. "
     "It shows how much computing each size of memory would have saved, and which memory to buy next."
 )
 ASSUMED = (
     "Every point is a replay of the whole trace, or of the part named above, through the production cache, beginning empty.",
-    "Requests are served one at a time and wait for nobody; copies and fetches are counted in full, and overlap with nothing.",
-    "Answers are not cached: a trace does not say what they hold.",
-    "Each tier is made smaller and larger with the others as given; two tiers grown together are not looked at.",
+    "Requests are served one at a time, without queueing; copies and fetches are counted in full and overlap with nothing.",
+    "Answers are not cached: a trace does not contain them.",
+    "Each tier is made smaller and larger with the others as given; no two tiers grow together.",
     "A knee is the point farthest above the straight line between the ends of a curve, with bytes on a straight axis.",
 )
 
@@ -49,7 +48,7 @@ def draw_plans(plans: Sequence[Plan]) -> str:
 
 
 def point_cells(report: Report) -> tuple[str, ...]:
-    """One replay's figures for people: sizes, then what they gave."""
+    """One replay's figures as text: sizes, then results."""
     return (
         *(short_bytes(size) if (size := size_of(report, tier)) else "none" for tier in TIERS),
         f"{report.hit_rate:.1%}",
@@ -76,7 +75,7 @@ def said_next(plan: Plan) -> str:
 
 
 def short_seconds(seconds: float) -> str:
-    """Three digits that tell something, however small: a gigabyte of many saves little."""
+    """Three significant digits, however small: one gigabyte of many saves little."""
     if abs(seconds) < LEAST_SHOWN_S:
         return "0 s"
     return f"{seconds:,.{max(2 - floor(log10(abs(seconds))), 0)}f} s"
@@ -87,7 +86,7 @@ def said_machine(machine: Hardware) -> str:
     return (
         f"Times are estimates for a machine (--hardware) that computes {machine.prefill_tokens_per_s:,.0f} tokens/s at the start "
         f"of a prompt and half of that at token {machine.prefill_half_tokens:,.0f}, takes {machine.request_latency_s * 1e3:g} ms "
-        f"beside that for each request, loads from the host at {machine.host_bytes_per_s / 1e9:,g} GB/s after "
+        f"in addition for each request, loads from the host at {machine.host_bytes_per_s / 1e9:,g} GB/s after "
         f"{machine.host_latency_s * 1e3:g} ms, and from the store at {machine.store_bytes_per_s / 1e9:,g} GB/s after "
         f"{machine.store_latency_s * 1e3:g} ms."
     )
@@ -95,7 +94,7 @@ def said_machine(machine: Hardware) -> str:
 
 def said_sessions(sessions: Sessions) -> str:
     """How sessions were counted, as a sentence."""
-    which = "sessions" if sessions.named else "prompts that no other goes on from (the trace names no sessions)"
+    which = "sessions" if sessions.named else "prompts that no other prompt continues (the trace names no sessions)"
     return (
         f"{sessions.sessions:,} {which}; each counts the pages of its longest prompt and one checkpoint, sharing nothing: "
         f"{sessions.median_tokens:,} tokens and {short_bytes(sessions.median_bytes)} in the median, "

@@ -1,10 +1,10 @@
 """How many bytes a session of a trace keeps alive: the pages of its longest prompt, and one checkpoint at its end. Pure.
 
-    session    the requests that name the same one. Where a trace names none: each prompt that no other goes on from
-    path       of its longest prompt, whole pages, as if it shared none of them with other sessions
+    session    the requests that name the same one. Where a trace names none: each prompt that no other continues
+    path       of its longest prompt, whole pages, counted as if other sessions shared none of them
     checkpoint one, at the last boundary: what the next request would resume from
 
-So the counts are on the low side where sessions share a long system prompt.
+So the counts are too low where sessions share a long system prompt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sessions:
     cached_p95_bytes: int
 
     def fitting(self, tier: Tier, size_bytes: int) -> tuple[int, int]:
-        """How many fit into so many bytes of a tier, if all were like the median one, and if all were like the 95th of 100."""
+        """How many fit into `size_bytes` of a tier if all were like the median one, and if all were like the 95th percentile."""
         on_device = tier is Tier.DEVICE
         median = self.median_bytes if on_device else self.cached_median_bytes
         p95 = self.p95_bytes if on_device else self.cached_p95_bytes
@@ -49,7 +49,7 @@ def sessions_of(requests: Iterable[TraceRequest], spec: ModelSpec, *, block_toke
     count = 0
     longest: dict[str, int] = {}
     ends: dict[int, int] = {}  # longest prompt by its last whole block
-    inner: set[int] = set()  # blocks that a prompt goes on from
+    inner: set[int] = set()  # blocks that a prompt continues
     for request in requests:
         count += 1
         if request.session:
@@ -76,7 +76,7 @@ def sessions_of(requests: Iterable[TraceRequest], spec: ModelSpec, *, block_toke
 
 
 def session_bytes(spec: ModelSpec, prompt_tokens: int) -> int:
-    """Bytes of a path of so many tokens with one checkpoint at its last boundary, as they are cached."""
+    """Bytes below the device of a path of `prompt_tokens` with one checkpoint at its last boundary."""
     end = spec.usable(prompt_tokens)
     checkpoint = spec.checkpoint_bytes(end) if spec.needs_checkpoint and spec.needs_checkpoint_at(end) else 0
     return prompt_tokens // spec.page_tokens * spec.object_bytes(Kind.PREFIX) + checkpoint

@@ -1,7 +1,7 @@
 """Drives the production cache with the requests of a trace, one after the other, on a clock that follows the trace.
 
-    clock      stands at a request's arrival while it is served: copies and operations take no time of it
-    answers    are not cached: a trace does not say what they hold
+    clock      shows a request's arrival while it is served: copies and operations take no time on it
+    answers    are not cached: a trace does not contain them
     seconds    to the first token are estimated for each request alone: no request waits for another
 
 No logic of the cache is repeated here, and no page memory exists.
@@ -19,29 +19,28 @@ from stepwell.base.meters import Clock, ManualClock
 from stepwell.base.units import counted
 from stepwell.cache.build import build_cache
 from stepwell.cache.facade import Cache
-from stepwell.sim.ceiling import Ceiling
 from stepwell.sim.executors import CountingExecutor, CountingStoreExecutor, Traffic
 from stepwell.sim.report import Report
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
-from stepwell.sim.tally import Tally
+from stepwell.sim.tally import Ceiling, Tally
 from stepwell.sim.trace import Trace, TraceRequest, prompt_of
 from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease, Sources
 from stepwell.tree.match import Match
 
-CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take room for every token of a chunk,
-LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 32  # or fewer, as long as these take more than that share of the device
+CHUNK_TOKENS = 8192  # computed at a time, where a model's windows take memory for every token of a chunk,
+LEAST_CHUNK_TOKENS, MOST_CHUNK_SHARE = 512, 1 / 32  # or fewer, while these take more than this share of the device
 LEAST_STEP_S = 1e-6  # between two requests, so that each use is later than the one before
-MOST_STEPS = 1_000_000  # until everything has settled, before that is called a bug
-MOST_TRIES = 64  # at taking a lease while room is on its way
+MOST_STEPS = 1_000_000  # for everything to settle; more is a bug
+MOST_TRIES = 64  # to acquire a lease while memory is being freed
 
 
 class Replay:
     """One cache and the requests it has served. One thread."""
 
     def __init__(self, setup: Setup, *, block_tokens: int, on_commit: Callable[[Lease], None] | None = None) -> None:
-        """`on_commit` is told of a lease each time it has offered what it computed."""
+        """`on_commit` is called with a lease after each of its commits."""
         self._setup = setup
         self._on_commit = on_commit
         self._block_tokens = block_tokens
@@ -58,7 +57,7 @@ class Replay:
         self.tally = Tally(setup, self.cache, self._traffic, self.store)
 
     def serve(self, request: TraceRequest) -> Sources:
-        """A whole request; says where its prompt came from."""
+        """Serves a whole request and returns where its prompt came from."""
         self.clock.advance(max(request.at_s - self.clock.now(), LEAST_STEP_S))
         self._number += 1
         setup = self._setup
@@ -84,13 +83,13 @@ class Replay:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _fetched(self, match: Match) -> Ticket:
-        """A ticket with everything brought up that the store has and that is worth it."""
+        """A ticket for everything in the store that is worth fetching, once it is fetched."""
         ticket = self.cache.prefetch(match)
         self._settle(lambda: ticket.ready)
         return ticket
 
     def _acquire(self, match: Match, ticket: Ticket | None) -> Lease | None:
-        """A lease that is ready to compute; None when the prompt is larger than the device."""
+        """A lease that is ready to compute; None if the prompt is larger than the device."""
         lease = self._leased(match, ticket)
         if lease is not None:
             self._settle(lambda: lease.ready)
@@ -120,7 +119,7 @@ class Replay:
                 cache.grow(lease, end)
             except NoRoom as refusal:
                 if not refusal.waiting:
-                    break  # what it has committed stays; the rest is computed and not cached
+                    break  # what is committed stays; the rest is computed and not cached
                 self._settle()
                 continue
             cache.commit(lease, end)
@@ -129,13 +128,13 @@ class Replay:
             self._settle(lambda: lease.ready)
 
     def _answer(self, lease: Lease, tokens: int) -> None:
-        """Ends a request with an answer of unknown tokens: it is not cached, but its length is seen."""
+        """Ends a request with an answer of unknown tokens: it is not cached, but the cache sees its length."""
         self.cache.append(lease, range(tokens))
         self.cache.release(lease)
         self._settle()
 
     def _settle(self, until: Callable[[], bool] | None = None) -> None:
-        """Steps until that is so, or until nothing is under way any more."""
+        """Steps until `until()` holds, or until nothing is in flight."""
         for _ in range(MOST_STEPS):
             if until is not None and until():
                 return
@@ -169,7 +168,7 @@ def replay_trace(
 
 
 def _chunk_tokens(setup: Setup) -> int | None:
-    """How much of a prompt is computed at a time; None for all of it, where that takes no room beyond its pages."""
+    """Tokens of a prompt that are computed at a time; None for all, where that takes no memory beyond its pages."""
     spec, device_bytes = setup.spec, setup.config.device_bytes
     if not spec.window_tokens or device_bytes is None:
         return None
@@ -190,7 +189,7 @@ def _attach_store(cache: Cache, setup: Setup, traffic: Traffic) -> CountingStore
 
 
 def _within(sources: Sources, prompt_tokens: int) -> Sources:
-    """Sources of the prompt as the trace has it, when its last block was taken for a full one, or a tail was left out."""
+    """Sources of the prompt in the trace, after its last block was treated as full or its tail was left out."""
     excess = sources.total - prompt_tokens  # negative for a tail, which is computed
     if not excess:
         return sources

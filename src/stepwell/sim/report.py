@@ -1,4 +1,4 @@
-"""What a replay found: figures that add up, as one flat record. Computes shares; prints nothing."""
+"""The figures of a replay, which add up, as one flat record. Prints nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace is replayed on: a model, tiers, policies and a machine. Checked when it is made."""
+"""What a trace is replayed on: a model, tiers, policies and a machine. Checked at construction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepwell.sim.hardware import Hardware
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What to replay on. `whole_blocks` lets a last block that is not full be cached, as simulators of blocks do."""
+    """`whole_blocks`: a last block that is not full is cached too, as simulators of blocks do."""
 
     spec: ModelSpec
     config: CacheConfig

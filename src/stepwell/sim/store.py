@@ -1,9 +1,8 @@
-"""A store that keeps the names and sizes of values, and no bytes: bounded, the lowest level going first, and of one level what
-was used longest ago.
+"""A bounded store of names and sizes, without bytes. It evicts the lowest level first, and within a level by last use.
 
-A use counts for all that a value stands on, and so does a level. So only values that nothing stands on may go, and one that
-becomes such was last used when the last of those above it was. What a value stands on may come after it, as in the log. Keys are
-chained from their namespace, so those of two namespaces never meet. One thread.
+A use and a level count for all ancestors of a value too. So only values without children are evicted, and a value that loses its
+last child was last used when that child was. A parent may be written after its child, as in the log. Keys are chained from their
+namespace, so those of two namespaces never meet. One thread.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from stepwell.base.ids import Level
 from stepwell.store.api import Read, ReadResult, Space, StoreSize, Traits, Write, WriteOutcome, never
 
 TURN_BYTES = 64 * 2**20  # nothing is read, so a call costs the replay more than its bytes do
-LEAST_ENDS = 64  # entries of the heap before it is made anew
+LEAST_ENDS = 64  # entries of the heap before it is rebuilt
 
 
 class _Value:
@@ -25,21 +24,21 @@ class _Value:
     def __init__(self, key: bytes, size_bytes: int, below: _Value | None, used: int, level: Level) -> None:
         self.key = key
         self.size_bytes = size_bytes
-        self.below = below  # what it stands on
-        self.used = used  # when: uses are numbered
+        self.below = below  # its parent
+        self.used = used  # the number of its last use
         self.level = level
-        self.num_above = 0  # values that stand on it
+        self.num_above = 0  # children
 
 
 class CountingStore:
-    """Names of at most `capacity_bytes` of values. It is asked through `CountingStoreExecutor`: there are no bytes to read."""
+    """Names of at most `capacity_bytes` of values. Used through `CountingStoreExecutor`: there are no bytes to read."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes
         self._values: dict[bytes, _Value] = {}
-        self._ends: list[tuple[Level, int, bytes]] = []  # a heap of values that nothing stood on; some of it is out of date
-        self._latest: bytes | None = None  # the value kept last, which is not in the heap yet: another may come to stand on it
-        self._orphans: dict[bytes, dict[bytes, None]] = {}  # keys by what they stand on, where that is not there
+        self._ends: list[tuple[Level, int, bytes]] = []  # a heap of values without children; some entries are stale
+        self._latest: bytes | None = None  # the value written last, not in the heap yet: it may get a child next
+        self._orphans: dict[bytes, dict[bytes, None]] = {}  # keys by their parent, where that is missing
         self._refused: bytes | None = None  # the value refused last
         self._num_uses = 0
         self._used_bytes = 0
@@ -66,7 +65,7 @@ class CountingStore:
         return StoreSize(used_bytes=self._used_bytes, budget_bytes=self._capacity_bytes)
 
     def keep(self, key: bytes, size_bytes: int, parent: bytes | None, level: Level = Level.NORMAL) -> WriteOutcome:
-        """Enters a value, giving up others but none that it stands on. One whose parent was just refused is refused too."""
+        """Adds a value and evicts others, but none of its ancestors. A value whose parent was just refused is refused too."""
         if key in self._values:
             self._relevel(key, level)
             return WriteOutcome.EXISTS
@@ -82,8 +81,8 @@ class CountingStore:
         if below is not None:
             below.num_above += 1
         while self._used_bytes + size_bytes > self._capacity_bytes:
-            if not self._give_up_oldest():
-                if below is not None:  # everything else is gone: only what it stands on is left
+            if not self._evict_oldest():
+                if below is not None:  # only its ancestors are left
                     below.num_above -= 1
                     self._queue(below.key)
                 self._refused = key
@@ -101,7 +100,7 @@ class CountingStore:
         return WriteOutcome.STORED
 
     def use(self, key: bytes) -> None:
-        """A value was read, and with it all that it stands on."""
+        """Marks a value and its ancestors as used."""
         value = self._values.get(key)
         if value is not None:
             self._num_uses += 1
@@ -115,14 +114,14 @@ class CountingStore:
             self._queue(key)
 
     def _queue(self, key: bytes) -> None:
-        """Lets a value go in its turn, if nothing stands on it."""
+        """Makes a value evictable if it has no children."""
         value = self._values.get(key)
         if value is not None and not value.num_above and key != self._latest:
             heappush(self._ends, (value.level, value.used, key))
         if len(self._ends) > 2 * len(self._values) + LEAST_ENDS:
             self._ends = sorted({(each.level, each.used, each.key) for each in self._values.values() if not each.num_above})
 
-    def _give_up_oldest(self) -> bool:
+    def _evict_oldest(self) -> bool:
         while self._ends:
             level, used, key = heappop(self._ends)
             value = self._values.get(key)

@@ -1,4 +1,4 @@
-"""Adds up what a replay's requests came to, from any moment on: what came before only warmed the cache."""
+"""Sums over the requests of a replay, and the hit rate that endless memory would reach."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from array import array
 from collections import Counter
 
 from stepwell.base.ids import Tier
+from stepwell.base.spec import ModelSpec
 from stepwell.cache.facade import Cache
 from stepwell.sim.executors import Traffic
 from stepwell.sim.report import Report, TierReport, percentiles_s
 from stepwell.sim.setup import Setup
 from stepwell.sim.store import CountingStore
-from stepwell.sim.trace import TraceRequest
+from stepwell.sim.trace import BlockIds, TraceRequest
 from stepwell.tiers.lease import Sources
 
 _EVICTED = tuple(f"{why}_{tier}_checkpoints" for why in ("evicted", "superseded") for tier in ("device", "host"))
 
 
 class Tally:
-    """Figures since the last `restart`."""
+    """Figures since the last `restart`: requests before it only warm the cache."""
 
     def __init__(self, setup: Setup, cache: Cache, traffic: Traffic, store: CountingStore | None) -> None:
         self._setup = setup
@@ -28,7 +29,7 @@ class Tally:
         self.restart()
 
     def restart(self) -> None:
-        """Counts from now on."""
+        """Starts counting anew."""
         self._sums: Counter[str] = Counter()
         self._ttft_s = array("d")
         self._uncached_s = 0.0
@@ -90,3 +91,31 @@ class Tally:
             read_bytes=self._traffic.read_bytes[tier] - self._read_before[tier],
             written_bytes=self._traffic.written_bytes[tier] - self._written_before[tier],
         )
+
+
+class Ceiling:
+    """What endless memory would save of each prompt. Equal ids have equal history, so blocks above a known one are known."""
+
+    def __init__(self, spec: ModelSpec, block_tokens: int, *, whole_blocks: bool) -> None:
+        self._spec = spec
+        self._block_tokens = block_tokens
+        self._whole_blocks = whole_blocks
+        self._seen: set[int] = set()
+
+    def reusable(self, request: TraceRequest) -> int:
+        """Tokens of the prompt that earlier prompts had, in whole boundaries. Remembers this prompt too."""
+        known = self._known(request.blocks)
+        self._seen.update(request.blocks[known:].tolist())
+        tokens = min(known * self._block_tokens, request.prompt_tokens)
+        return tokens if self._whole_blocks else min(self._spec.floor(tokens), self._spec.usable(request.prompt_tokens))
+
+    def _known(self, blocks: BlockIds) -> int:
+        """How many leading blocks were seen before, by bisection: no block is known after an unknown one."""
+        low, high = 0, len(blocks)
+        while low < high:
+            middle = (low + high) // 2
+            if int(blocks[middle]) in self._seen:
+                low = middle + 1
+            else:
+                high = middle
+        return low

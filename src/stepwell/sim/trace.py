@@ -1,7 +1,7 @@
-"""A request as a trace tells it: when it came, and which blocks of text its prompt is made of. Reads no files.
+"""A request of a trace: when it arrived, and the blocks of text in its prompt. Reads no files.
 
     prompt     |  block 7  |  block 8  |  block 31 |  tail  |
-                                                      less than a block, or text that no other request shares
+                                                      less than a block, or text that no other request has
 
 Equal block ids are equal content with equal history, so two prompts share what their leading ids share.
 """
@@ -32,11 +32,11 @@ class TraceRequest:
     session: str
     prompt_tokens: int
     output_tokens: int
-    blocks: BlockIds  # covers the prompt up to a tail; the last block may be longer than what is left of the prompt
+    blocks: BlockIds  # covers the prompt up to a tail; the last block may reach past the prompt's end
 
 
 class Trace(Protocol):
-    """Requests in the order they came; may be read more than once."""
+    """Requests in the order of their arrival; can be read more than once."""
 
     @property
     def name(self) -> str: ...
@@ -48,9 +48,9 @@ class Trace(Protocol):
 
 
 def prompt_of(request: TraceRequest, block_tokens: int, *, number: int, whole_blocks: bool = False) -> npt.NDArray[np.int32]:
-    """Tokens that two requests share exactly as far as their blocks do; `number` tells this request's tail from others'.
+    """Tokens that two requests share exactly where they share blocks; `number` makes this request's tail its own.
 
-    With `whole_blocks` the last block counts as a full one, and a token follows it, so that all blocks can be reused.
+    With `whole_blocks` the last block counts as full, and a token follows it, so that all blocks can be reused.
     """
     count = len(request.blocks)
     length = count * block_tokens + 1 if whole_blocks else request.prompt_tokens

@@ -29,7 +29,7 @@ class Reason(Enum):
 
 
 MEANING: Mapping[Reason, str] = {
-    Reason.UNUSED: "it could have been resumed, but was not: slower to fetch than to compute, or no room to bring it up",
+    Reason.UNUSED: "it could have been resumed, but was not: slower to fetch than to compute, or no free memory to load it into",
     Reason.CHECKPOINT_EVICTED: "its pages are there, and so was a checkpoint to resume from, once",
     Reason.NO_CHECKPOINT: "its pages are there, but a checkpoint that deep was never made",
     Reason.EVICTED_PREFIX: "its pages were cached once, and are in no tier now",

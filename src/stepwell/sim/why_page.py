@@ -18,15 +18,15 @@ SESSION_HEADS = ("session", "most of it", "requests", "prompt tokens", "computed
 
 
 ABOUT = (
-    "Recorded requests, replayed through a cache that keeps what a language model worked out for earlier prompts. "
-    "It shows why parts of the prompts were computed although a cache stood by, and what would help."
+    "Recorded requests, replayed through a cache that keeps what a language model computed for earlier prompts. "
+    "It shows why parts of the prompts were computed despite the cache, and what would help."
 )
 
 
-def draw_explained(told: Sequence[Explained], sizes: Mapping[Tier, int], *, worst: int) -> str:
+def draw_explained(explained: Sequence[Explained], sizes: Mapping[Tier, int], *, worst: int) -> str:
     """The page. `sizes` are those of the tiers, in bytes."""
     words = glossary(*(tier.label for tier in sizes), "page", "checkpoint", "policy", "computed")
-    return page("stepwell explain", ABOUT, "".join(chain(*(_trace(each, sizes, worst) for each in told))) + words)
+    return page("stepwell explain", ABOUT, "".join(chain(*(_trace(each, sizes, worst) for each in explained))) + words)
 
 
 def reason_rows(verdict: Verdict) -> list[tuple[str, ...]]:
@@ -37,7 +37,7 @@ def reason_rows(verdict: Verdict) -> list[tuple[str, ...]]:
     return [*rows, ("all computed", "", "", *_shares(verdict.computed_tokens, verdict))]
 
 
-def session_rows(told: Explained, *, worst: int) -> list[tuple[str, ...]]:
+def session_rows(explained: Explained, *, worst: int) -> list[tuple[str, ...]]:
     """The sessions that computed most tokens again, with their main reason."""
     return [
         (
@@ -48,7 +48,7 @@ def session_rows(told: Explained, *, worst: int) -> list[tuple[str, ...]]:
             f"{verdict.computed_tokens:,}",
             f"{verdict.again_tokens:,}",
         )
-        for name, verdict in told.worst(worst)
+        for name, verdict in explained.worst(worst)
     ]
 
 
@@ -60,24 +60,24 @@ def _shares(tokens: int, verdict: Verdict) -> tuple[str, str, str]:
     return f"{tokens:,}", f"{tokens / max(verdict.prompt_tokens, 1):.2%}", f"{tokens / max(verdict.computed_tokens, 1):.1%}"
 
 
-def _trace(told: Explained, sizes: Mapping[Tier, int], worst: int) -> Iterator[str]:
-    total = told.total
-    about = f"{told.spec}, {said_sizes(sizes)}, policy {told.policy}, pages of {told.page_tokens} tokens"
+def _trace(explained: Explained, sizes: Mapping[Tier, int], worst: int) -> Iterator[str]:
+    total = explained.total
+    about = f"{explained.spec}, {said_sizes(sizes)}, policy {explained.policy}, pages of {explained.page_tokens} tokens"
     sums = (
         f"{total.requests:,} requests had {total.prompt_tokens:,} prompt tokens. {total.computed_tokens:,} of them were "
         f"computed, and {total.again_tokens:,} of these had been seen before."
     )
-    yield f"<h1>Why tokens were computed: {escape(told.trace)}</h1><p>{escape(about)}. {sums}</p>"
+    yield f"<h1>Why tokens were computed: {escape(explained.trace)}</h1><p>{escape(about)}. {sums}</p>"
     bars = "".join("".join(_bar(*each, total, TOP + at * ROW)) for at, each in enumerate(total.tokens.items()))
     head = f'<text x="{LEFT}" y="14">tokens, and their share of all that were computed</text>'
     yield drawing(LEFT + BAR + RIGHT, TOP + ROW * len(Reason), head + bars, label="tokens computed, by reason")
     yield table(REASON_HEADS, reason_rows(total), words=3)
-    rows = session_rows(told, worst=worst)
+    rows = session_rows(explained, worst=worst)
     if rows:
-        yield f"<h2>The worst of {len(told.sessions):,} sessions</h2>" + table(SESSION_HEADS, rows, words=2)
+        yield f"<h2>The worst of {len(explained.sessions):,} sessions</h2>" + table(SESSION_HEADS, rows, words=2)
     yield (
-        '<p class="small">A token has the first reason that stops it: pages are asked for before checkpoints, and what any tier '
-        "holds counts as there. One request at a time; answers are not cached.</p>"
+        '<p class="small">A token has the first reason that applies: pages are looked up before checkpoints, and what any tier '
+        "holds counts as cached. One request at a time; answers are not cached.</p>"
     )
 
 

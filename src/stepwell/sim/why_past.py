@@ -1,11 +1,11 @@
-"""What has happened on each path of a trace so far: how deep it was seen and ever cached, and where checkpoints were left.
+"""The history of each path of a trace: how deep it was seen and ever cached, and where checkpoints were left.
 
-    blocks      | 7 | 8 | 31 | 32 |      equal ids have equal history, so one id stands for the whole path to it
+    blocks      | 7 | 8 | 31 | 32 |      equal ids have equal history, so one id identifies the whole path to it
     seen        ==================       by any earlier request
-    cached      ==========               offered to the cache at any time, whatever became of it
-    checkpoints     o   o                made at any time, whatever became of them
+    cached      ==========               committed at any time, evicted or not
+    checkpoints     o   o                made at any time, evicted or not
 
-Remembers for ever, and asks the cache nothing.
+Never evicts, and never asks the cache.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from stepwell.sim.trace import TraceRequest
 
 
 class Reach:
-    """How deep paths have come. A path is as deep as the deepest one it shares blocks with."""
+    """How deep paths are known. A path is as deep as the deepest one that it shares blocks with."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._whole: set[int] = set()
-        self._part: dict[int, int] = {}  # tokens of blocks that came in part only
+        self._part: dict[int, int] = {}  # tokens of blocks that were seen in part only
 
     def of(self, request: TraceRequest) -> int:
-        """Tokens of the prompt that some path had."""
+        """Tokens of the prompt that some earlier path had."""
         blocks, size = request.blocks, self._block_tokens
         low, high = 0, len(blocks)
-        while low < high:  # by halving: no block is whole after one that is not
+        while low < high:  # bisection: no block is whole after one that is not
             middle = (low + high) // 2
             if int(blocks[middle]) in self._whole:
                 low = middle + 1
@@ -37,7 +37,7 @@ class Reach:
         return min(low * size + part, request.prompt_tokens)
 
     def add(self, request: TraceRequest, tokens: int) -> None:
-        """The first `tokens` of the prompt have come."""
+        """Adds the first `tokens` of the prompt."""
         whole, part = divmod(min(tokens, request.prompt_tokens), self._block_tokens)
         self._whole.update(request.blocks[self.of(request) // self._block_tokens : whole].tolist())
         if part and whole < len(request.blocks):
@@ -46,7 +46,7 @@ class Reach:
 
 
 class Past:
-    """Everything that is remembered of a replay, by path."""
+    """The history of a replay, by path."""
 
     def __init__(self, block_tokens: int) -> None:
         self.seen = Reach(block_tokens)
@@ -55,7 +55,7 @@ class Past:
         self._made: dict[int, list[int]] = {}  # boundaries in tokens, by the block that their last token is in
 
     def add_checkpoint(self, request: TraceRequest, boundary: int) -> None:
-        """One was made at `boundary`. One that stands on a request's own tail can serve nobody else, and is passed over."""
+        """One was made at `boundary`. One within a request's own tail can serve no other request and is skipped."""
         at = (boundary - 1) // self._block_tokens
         if at < len(request.blocks):
             made = self._made.setdefault(int(request.blocks[at]), [])

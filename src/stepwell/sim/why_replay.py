@@ -1,7 +1,7 @@
-"""Replays a trace and asks, before each request is served, how far the cache could take it and what stops it there.
+"""Replays a trace and, before each request, finds how far the cache could resume it and what stops it there.
 
-The cache's own lookup says what is in memory, the store what is below; `Past` remembers what there ever was. Changes
-nothing about the replay: the same requests resume at the same tokens as without the questions.
+The cache's own lookup knows what is in memory, the store what is below, and `Past` what ever was. The replay is unchanged:
+requests resume at the same tokens as without these lookups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepwell.tree.match import Match
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """Why a whole trace computed what it did, and each of its sessions. Requests that name none are in no session."""
+    """Why a whole trace computed what it did, and each of its sessions. Requests without a name are in no session."""
 
     trace: str
     spec: str
@@ -50,7 +50,7 @@ class Inquiry:
     """One replay with a reason for every token it computes. One thread."""
 
     def __init__(self, setup: Setup, *, block_tokens: int) -> None:
-        assert not setup.whole_blocks, "what lies past a prompt's end has no reason"
+        assert not setup.whole_blocks, "tokens past a prompt's end have no reason"
         self._spec = setup.spec
         self._block_tokens = block_tokens
         self._past = Past(block_tokens)
@@ -60,13 +60,13 @@ class Inquiry:
         self.replay = Replay(setup, block_tokens=block_tokens, on_commit=self._committed)
 
     def serve(self, request: TraceRequest) -> Mapping[Reason, int]:
-        """Serves a request; says why it computed what it did."""
+        """Serves a request and returns why it computed what it did."""
         self._number += 1
         tokens = prompt_of(request, self._block_tokens, number=self._number)
         match = self.replay.cache.lookup(tokens)
         present = self._spec.floor(self._present(match) * self._spec.page_tokens)
         restorable, anchored = self._resumable(request, match, present)
-        # What is there was cached and seen, even where two blocks only happen to share a first token that ends a page.
+        # What is present was cached and seen, even where two blocks only happen to share a first token that ends a page.
         cached, seen = (max(past.of(request), present) for past in (self._past.cached, self._past.seen))
         self._serving = request
         sources = self.replay.serve(request)
@@ -88,7 +88,7 @@ class Inquiry:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _committed(self, lease: Lease) -> None:
-        """Remembers what the request being served has offered to the cache."""
+        """Notes what the current request has committed."""
         assert self._serving is not None
         self._past.cached.add(self._serving, lease.num_published * self._spec.page_tokens)
         made = self.replay.cache.counters["checkpoints_made"]
@@ -106,7 +106,7 @@ class Inquiry:
         return reachable(known, np.fromiter((key in store for key in keys), np.bool_, len(keys)))
 
     def _resumable(self, request: TraceRequest, match: Match, present: int) -> tuple[int, int]:
-        """The deepest boundary with all it needs in some tier, and the deepest that ever had it, both on pages that are there."""
+        """The deepest boundary whose states are in some tier, and the deepest whose states ever were, both on present pages."""
         page_tokens, store = self._spec.page_tokens, self.replay.store
         ever = np.zeros(present // page_tokens + 1, np.bool_)
         ever[[boundary // page_tokens for boundary in self._past.checkpoints(request, present)]] = True
@@ -131,7 +131,7 @@ class Inquiry:
 
 
 def explain_trace(trace: Trace, setup: Setup, *, policy: str, on_request: Callable[[], None] | None = None) -> Explained:
-    """Serves a whole trace with an empty cache and says why tokens were computed. Raises TraceError."""
+    """Serves a whole trace with an empty cache and returns why tokens were computed. Raises TraceError."""
     inquiry = Inquiry(setup, block_tokens=trace.block_tokens)
     total, sessions = ReasonCounts(), defaultdict[str, ReasonCounts](ReasonCounts)
     for request in trace:

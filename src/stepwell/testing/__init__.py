@@ -1,5 +1,5 @@
-"""Tools for tests, ours and those of other backends' authors: executors that obey a script, a model of digests, and the
-promises every store keeps (`stepwell.testing.store_contract`).
+"""Tools for tests, ours and those of authors of stores: scripted executors, a model that computes digests, and the contract
+of every store (`stepwell.testing.store_contract`).
 """
 
 from stepwell.testing.digest_engine import POISON, DigestEngine, WrongBytes

@@ -2,7 +2,7 @@
 
 Each row it writes is a stream of bytes drawn from (namespace, tokens so far, state, layer, rank). So a page that
 belongs to another path, another boundary, another state or another namespace, or that was freed, can be
-told from the right one by reading it. Writes and checks pages through a lease, as a real engine would.
+distinguished from the right one by reading it. Writes and checks pages through a lease, as a real engine would.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class DigestEngine:
         table = _table(device, kind, there)
         if kind is Kind.PREFIX:
             return lambda page: table[page]
-        assert row_pages is not None and host is not None, "rows may spill, but nobody said where they are"
+        assert row_pages is not None and host is not None, "rows may spill, but `row_pages` is not set"
         host_table = _table(host, Kind.PREFIX, part)
 
         def rows_of(page: int) -> Bytes:

@@ -46,4 +46,4 @@ class ScriptedExecutor(Scripted[Plan, Completion]):
         """Lets every rank that has not answered do so; one of them may fail."""
         for rank in range(len(self._ranks)):
             if job in self._answers and rank not in self._answers[job]:
-                self.answer(job, rank, error="told to fail" if rank == failing_rank else None)
+                self.answer(job, rank, error="made to fail" if rank == failing_rank else None)

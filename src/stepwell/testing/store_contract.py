@@ -57,7 +57,7 @@ def offer(
 
 
 def chain(where: Space, names: Sequence[str], size: int = 1000) -> list[Write]:
-    """Values that each stand on the one before."""
+    """A chain of values, each the parent of the next."""
     parents = [NO_PARENT, *(key(name) for name in names)]
     return [offer(where, name, size, parent=parents[depth], depth=depth) for depth, name in enumerate(names)]
 

@@ -1,4 +1,4 @@
-"""Store executors whose every answer a test decides: by order, or by a clock that the test moves."""
+"""Store executors whose answers a test controls: by order, or by a clock that it moves."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def _carried_out(ranks: Sequence[StoreWorker], op: StoreOp, cancelled: set[JobId
 
 
 class ScriptedStoreExecutor(Scripted[StoreOp, Reply]):
-    """Uses the store when a test lets an operation be answered."""
+    """Uses the store when a test finishes an operation."""
 
     def __init__(self, ranks: Sequence[StoreWorker]) -> None:
         super().__init__()
         self._ranks = ranks
         self._cancelled: set[JobId] = set()
-        self.answers_in_time = True  # where somebody waits for one answer
+        self.answers_in_time = True  # to a caller that waits for one answer
 
     def op(self, job: JobId) -> StoreOp:
         return self._tasks[job]
 
     def finish(self, job: JobId, *, took_s: float = 0.0, status: ItemStatus | None = None) -> None:
-        """Lets one operation be carried out on every rank; or, with a status, answers for it without doing anything."""
+        """Carries out one operation on every rank; with a status, answers without doing anything."""
         op = self._tasks.pop(job)
         if status is None:
             outcome = _carried_out(self._ranks, op, self._cancelled)
         else:
             outcome = Outcome(
-                statuses=(status,) * num_items(op.task), error="told to fail" if status is ItemStatus.FAILED else None
+                statuses=(status,) * num_items(op.task), error="made to fail" if status is ItemStatus.FAILED else None
             )
         self._done.append(Reply(job=job, outcome=outcome, took_s=took_s))
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
-        """Lets it be answered at once; or not in time, when told so."""
+        """Answers at once, or not in time where `answers_in_time` is false."""
         if not self.answers_in_time:
             return None
         self.finish(job)
@@ -54,7 +54,7 @@ class ScriptedStoreExecutor(Scripted[StoreOp, Reply]):
 
 
 class TimedStoreExecutor:
-    """Answers each operation when the clock has moved past the time its store took, on so many workers.
+    """Answers each operation when the clock has passed the time its store took, on `readers` and `writers` threads.
 
     The stores of its workers sleep by `sleep`, which only adds up. An operation that has begun is not interrupted.
     """
@@ -129,7 +129,7 @@ class TimedStoreExecutor:
         pass
 
     def _work(self) -> None:
-        """Begins everything whose turn has come."""
+        """Starts every operation that is due."""
         for writes, queue in self._queues.items():
             free = self._free_s[writes]
             while queue:

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from stepwell.sim.page import WORDS, bullets, drawing, glossary, page, prose, table
-from stepwell.sim.source_bars import SOURCES, cut_bar, key
+from stepwell.sim.page import SOURCES, WORDS, bullets, cut_bar, drawing, glossary, key, page, prose, table
 
 LIGHT, DARK = (re.escape(each) for each in (":root { color-scheme", "@media screen and (prefers-color-scheme: dark)"))
 

@@ -16,8 +16,7 @@ from stepwell.base.meters import ManualClock
 from stepwell.sim.case import Case, Part
 from stepwell.sim.files import write_trace
 from stepwell.sim.hardware import Hardware
-from stepwell.sim.plan import GIB, Plan, speed_up
-from stepwell.sim.plan_knee import Bend, knee
+from stepwell.sim.plan import GIB, Bend, Plan, knee, speed_up
 from stepwell.sim.plan_page import draw_plans, short_seconds
 from stepwell.sim.plan_sessions import session_bytes, sessions_of
 from stepwell.sim.plan_sweep import sweep

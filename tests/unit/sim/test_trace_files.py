@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from small_traces import branching
 
-from stepwell.sim.ceiling import Ceiling
 from stepwell.sim.describe import describe
 from stepwell.sim.files import TraceFile, write_trace
 from stepwell.sim.formats import MOST_PROMPT_TOKENS, TraceError
+from stepwell.sim.tally import Ceiling
 from stepwell.sim.trace import MAX_BLOCK_ID, TraceRequest, prompt_of, runs_of
 
 HEADER = {"format": "stepwell-trace", "version": 1, "block_tokens": 64}

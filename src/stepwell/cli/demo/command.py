@@ -1,7 +1,7 @@
-"""Plays the demo: the conversation three times, and a table of what each turn cost.
+"""Runs the demo: the conversation three times, and a table with the cost of each turn.
 
     cold         every turn under a salt of its own, so that all of its prompt is computed
-    first life   as people talk; device and host are too small, the disk is not
+    first life   as two users talk; device and host are too small, the disk is not
     kill -9      once everything is on disk
     second life  a new process over the same disk: the same turns again
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 REAL, RANDOM = "gemma-3-270m", "random-hybrid"
-LIVES = FIRST, COLD, SECOND = "first life", "cold", "second life"  # in the order they are played
-SIZES = {  # device and host hold a part of what is said, and the disk all of it
+LIVES = FIRST, COLD, SECOND = "first life", "cold", "second life"  # in their order
+SIZES = {  # device and host hold a part of the conversation, the disk all of it
     REAL: ("--device-memory", "42MiB", "--host-memory", "112MiB", "--store-budget", "1GiB", "--chunk-tokens", "256"),
     RANDOM: ("--device-memory", "12MiB", "--host-memory", "24MiB", "--store-budget", "256MiB"),
 }
@@ -39,7 +39,7 @@ SIZES = {  # device and host hold a part of what is said, and the disk all of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One turn, played three times."""
+    """One turn in all three lives."""
 
     person: str
     turn: int
@@ -57,9 +57,11 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--model", help=f"a checkpoint by path or name (default: {REAL}, or {RANDOM} where that is not installed)"
     )
-    parser.add_argument("--turns", type=int, default=5, help="turns of each person (default: 5)")
-    parser.add_argument("--answer", type=int, default=16, metavar="TOKENS", help="length of answers (default: 16)")
-    parser.add_argument("--html", type=Path, default=Path("demo.html"), metavar="FILE", help="the picture (default: demo.html)")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each user (default: 5)")
+    parser.add_argument("--answer", type=int, default=16, metavar="TOKENS", help="length of an answer (default: 16)")
+    parser.add_argument(
+        "--html", type=Path, default=Path("demo.html"), metavar="FILE", help="write an HTML page (default: demo.html)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
 
 
@@ -92,7 +94,7 @@ def installed(console: Console) -> str:
         find_known(REAL, Path.home() / ".cache")
         return REAL
     except ConfigError as error:
-        console.print(f"[bold]no real weights here[/bold] ({error}); playing with random ones instead: {RANDOM}", soft_wrap=True)
+        console.print(f"[bold]no real weights here[/bold] ({error}); using random ones instead: {RANDOM}", soft_wrap=True)
         return RANDOM
 
 
@@ -100,7 +102,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> list[Row]:
     """All turns three times."""
     sizes = SIZES.get(model, SIZES[REAL])
     arguments = ["--model", model, "--served-model-name", "demo", "--store", f"log:{directory / 'store'}"]
-    arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # however busy the machine is: this is about where things are
+    arguments += [*sizes, "--prefetch-policy", "wait_complete"]  # on a busy machine too: this shows where states are
     arguments += ["--checkpoint-delay", "0"]  # every turn is asked again
     with watching(2 * rounds, LIVES) as watch:
         watch.begin(FIRST, "starting a server (some 10 s; a minute on a busy machine)")
@@ -119,7 +121,7 @@ def _play(model: str, rounds: int, answer: int, directory: Path) -> list[Row]:
 
 
 def _talk(server: Server, rounds: int, answer: int, watch: Watch, *, cold: bool = False) -> list[Reply]:
-    """Both conversations to their ends. What the assistant said is part of what it is asked next."""
+    """Both conversations to their ends. An answer is part of the next prompt."""
     histories: dict[str, list[dict[str, Any]]] = {}
     replies = []
     for number, turn in enumerate(turns(rounds)):

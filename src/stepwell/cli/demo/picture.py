@@ -1,4 +1,4 @@
-"""The demo's table as one self-contained page: a bar a turn, cut by where its tokens came from, and times beside it."""
+"""The demo's table as one self-contained page: a bar for each turn, divided by where its tokens came from, and its time."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from stepwell.sim.page import drawing, glossary, page
-from stepwell.sim.source_bars import SOURCES, cut_bar, key
+from stepwell.sim.page import SOURCES, cut_bar, drawing, glossary, key, page
 
 BAR, ROW, LEFT, RIGHT, TOP = 540, 24, 90, 270, 26
-NUMBER = 60  # room for a count behind the longest bar
+NUMBER = 60  # space for a count after the longest bar
 LIVES = {
-    "first": "As people talked: device and host too small for all of it",
+    "first": "As two users talked: device and host too small for all of it",
     "second": "After kill -9: a new process over the same disk",
     "cold": "Cold: everything computed",
 }
 ABOUT = (
-    "Two people talk with a small language model whose server caches what it worked out for earlier prompts. The server is "
+    "Two users talk with a small language model whose server caches what it computed for earlier prompts. The server is "
     "killed, another starts over the same disk, and the same prompts are asked again."
 )
 

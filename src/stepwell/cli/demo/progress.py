@@ -1,4 +1,4 @@
-"""How far a demo is: bars on a terminal, a plain line for each step where its output goes into a file or a pipe.
+"""Progress of a demo: bars on a terminal, a plain line for each step in a file or a pipe.
 
 Bars go to stderr and vanish; lines go to stdout, at once, and stay.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Watch(Protocol):
-    """Told of every step, in order."""
+    """Notified of every step, in order."""
 
     def begin(self, life: str, what: str) -> None: ...
 
@@ -27,7 +27,7 @@ class Watch(Protocol):
 
 @contextmanager
 def watching(turns: int, lives: Sequence[str]) -> Iterator[Watch]:
-    """For as long as a demo plays, with so many turns in each life, in the order they are played."""
+    """Progress of a demo with `turns` turns in each life."""
     if not sys.stdout.isatty():
         yield Lines(turns)
         return
@@ -39,7 +39,7 @@ def watching(turns: int, lives: Sequence[str]) -> Iterator[Watch]:
 
 
 class Lines:
-    """A line a step."""
+    """One line for each step."""
 
     def __init__(self, turns: int) -> None:
         self._turns = turns
@@ -59,7 +59,7 @@ class Lines:
 
 
 class _Bars:
-    """A bar a life."""
+    """One bar for each life."""
 
     def __init__(self, progress: Progress, turns: int, lives: Sequence[str]) -> None:
         self._progress = progress

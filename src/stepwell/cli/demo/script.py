@@ -1,4 +1,4 @@
-"""What is said in the demo: two people with the same assistant and tools, in turns. Texts only.
+"""The conversations of the demo: two users with the same assistant and tools, in turns. Texts only.
 
 A turn is one request. What a tool found comes back as a message of its own, and is asked about next.
 """
@@ -55,7 +55,7 @@ class Turn:
 
 
 def opening() -> Message:
-    """What everybody's conversation begins with: the rules and the tools."""
+    """The beginning of every conversation: the rules and the tools."""
     tools = [
         {
             "name": name,
@@ -68,7 +68,7 @@ def opening() -> Message:
 
 
 def turns(rounds: int) -> Iterator[Turn]:
-    """The turns of both people, one after the other, `rounds` each."""
+    """The turns of both users, one after the other, `rounds` each."""
     for number in range(1, rounds + 1):
         for at, person in enumerate(("Asha", "Bo")):
             yield Turn(person=person, number=number, new=tuple(_said(7 + 5 * at + number, number)))

@@ -19,7 +19,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from stepwell.base.errors import StepwellError
 from stepwell.jobs.children import start_child
 
-START_S, REQUEST_S, QUIET_S = 600.0, 300.0, 60.0  # for a machine that is busy with something else; what ends is told at once
+START_S, REQUEST_S, QUIET_S = 600.0, 300.0, 60.0  # for a busy machine; a server that ends is reported at once
 _LOCAL = build_opener(ProxyHandler({}))  # no proxy knows this machine's own address
 _ADDRESS = re.compile(r"^address\s+(http://\S+)")
 
@@ -62,7 +62,7 @@ class Chat:
         self, messages: Sequence[dict[str, Any]], *, max_tokens: int, salt: str | None = None,
         at_first_word: Callable[[], None] = lambda: None,
     ) -> Reply:  # fmt: skip
-        """One answer of a chat, greedy and streamed. A `salt` nobody else has makes it start from nothing."""
+        """One answer of a chat, greedy and streamed. With a new `salt` nothing is cached for it."""
         body = {
             "model": "demo", "messages": list(messages), "max_tokens": max_tokens, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}, "ignore_eos": True, **({"cache_salt": salt} if salt else {}),
@@ -111,7 +111,7 @@ class Server(Chat):
         self.process.wait()
 
     def wait_until_stored(self) -> None:
-        """Until nothing is on its way between tiers, as while somebody reads an answer."""
+        """Waits until no copy or store operation is in flight."""
         deadline = time.monotonic() + QUIET_S
         while self.state()["pending"]:
             if time.monotonic() > deadline:

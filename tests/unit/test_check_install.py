@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -77,3 +78,20 @@ def test_weights_are_pinned_by_version_and_hash_and_say_whose_they_are() -> None
         pins = [line for line in text.splitlines() if not line.startswith("#")]
         assert pins and all(re.fullmatch(r"[\w-]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in pins), path.name
         assert "Origin:" in text and "Licence:" in text, path.name
+
+
+def test_the_workflow_runs_every_python_and_its_targets_exist() -> None:
+    least, end = re.findall(r"3\.(\d+)", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    jobs = workflow["jobs"]
+    assert jobs["test"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(int(least), int(end))]
+    commands = [step["run"].partition(" #")[0] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert ".ci/run" in commands
+    assert not [each for each in commands if each.startswith("make ") and f"\n{each.removeprefix('make ')}:" not in MAKEFILE]
+
+
+def test_pre_commit_runs_the_ruff_of_the_constraints() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"\nruff=={config['repos'][0]['rev'].removeprefix('v')}\n" in pins
+    assert (ROOT / config["repos"][1]["hooks"][0]["entry"].split()[1]).is_file()

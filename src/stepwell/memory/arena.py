@@ -99,24 +99,6 @@ class Arena:
     def used_pages(self, kind: Kind) -> int:
         return self._slabs.used(kind)
 
-    def used_in_slab(self, kind: Kind, slab: int) -> int:
-        """How many pages are handed out of a slab that a kind holds."""
-        return self._slabs.used_in(slab, kind)
-
-    def slab_pages(self, kind: Kind, slab: int) -> int:
-        """How many pages of a kind a slab has."""
-        return self._slabs.size_of(slab, kind)
-
-    @property
-    def idle_slabs(self) -> tuple[int, int]:
-        """How many slabs nobody holds, and how many of these prefix pages are not to take."""
-        return self._slabs.idle
-
-    @property
-    def windows_until_unspared(self) -> int | None:
-        """How many window pages come back before prefix pages may take an idle slab more; None where they may take all."""
-        return self._slabs.windows_until_unspared
-
     def is_ready(self, kind: Kind, ids: PageIds) -> bool:
         return bool((self.state[kind][ids] == READY).all())
 
@@ -183,15 +165,6 @@ class Arena:
         at = _at(ids)
         self.kept[kind][at] -= 1
         return self._free(kind, ids, at, self._lessened(kind, ids, at))
-
-    def drop_repeated(self, kind: Kind, ids: PageIds) -> None:
-        """As `drop`, where a page is named once for each reference that is taken from it."""
-        at, times = np.unique(ids, return_counts=True)
-        counts = self.refs[kind][at] - times.astype(np.int32)
-        assert (counts >= 0).all(), f"released a free {self.tier.label} {kind.label} page: {at[counts < 0]}"
-        self.refs[kind][at] = counts
-        self.kept[kind][at] -= times.astype(np.int32)
-        self._free(kind, at, at.astype(np.intp), counts)
 
     def _drop_one(self, kind: Kind, ids: PageIds) -> PageIds:
         """As `drop`, for a page alone: numbers take a tenth of the time of arrays of one."""

@@ -52,25 +52,6 @@ class SlabPool:
     def used(self, kind: Kind) -> int:
         return self._used[kind]
 
-    def used_in(self, slab: int, kind: Kind) -> int:
-        """How many pages are taken of a slab that the kind holds."""
-        return self._sizes[kind][slab] - self._num_free[slab]
-
-    def size_of(self, slab: int, kind: Kind) -> int:
-        """How many pages of a kind it has."""
-        return self._sizes[kind][slab]
-
-    @property
-    def idle(self) -> tuple[int, int]:
-        """How many slabs nobody holds, and how many of these are kept from prefix pages."""
-        return len(self._idle), self._to_spare()
-
-    @property
-    def windows_until_unspared(self) -> int | None:
-        """How many window pages come back before fewer slabs are kept from prefix pages; None where none are."""
-        most = self._most[Kind.WINDOW] if self._to_spare() else 0
-        return most - self._free[Kind.WINDOW] % most if most else None
-
     def short(self, need: Mapping[Kind, int]) -> dict[Kind, int]:
         """How many pages of which kinds are missing when idle slabs go where they are needed; empty when `need` fits."""
         return self._choose(need)[1]

@@ -23,11 +23,9 @@ from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
-from stepwell.tree.together import Gone, leave_together, may_leave_together
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 PREFIX, WINDOW, POINT, ROWS = Kind  # to name a member of an enum takes a while, before Python 3.12
-MANY_PAGES = 8  # that are short, under write-back, before it is worth looking for victims that the host has
 SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
 
 
@@ -81,26 +79,13 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
     arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     held_bytes = _held_below(state, tier)
-    together = (save is None or tier is Tier.DEVICE) and asker is None and may_leave_together(state.tree, tier)
     patience_bytes = patience_bytes_of(arena.layout)
     in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
     while short := arena.shortage(need):
         if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
         patient = in_vain < patience_bytes
-        if together and PREFIX in short and (save is None or (not waiting and short[PREFIX] >= MANY_PAGES)):
-            gone = _evict_together(
-                state, tier, need, short, any_sort=patient, patience_bytes=patience_bytes - in_vain, saved_only=save is not None
-            )
-            in_vain += gone.in_vain_bytes
-            together = save is None or gone.num_pages + gone.num_checkpoints > 0  # else the host has little of what is to go
-            if (gone.num_pages or gone.num_checkpoints) and (gone.next is None or not (short := arena.shortage(need))):
-                continue
-            victim, excess_bytes = gone.next, None
-            if victim is not None:
-                state.tree.ranking.take_out(victim)
-        else:
-            victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
+        victim, excess_bytes = _choose(state, tier, short, asker, any_sort=patient)
         if victim is None and not patient:
             victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
         if victim is None:
@@ -264,20 +249,6 @@ def patience_bytes_of(layout: ArenaLayout) -> int:
 def _needs_runs(short: Need) -> bool:
     """Whether each page of a run counts."""
     return PREFIX in short or ROWS in short
-
-
-def _evict_together(
-    state: CacheState, tier: Tier, need: Need, short: Need, *, any_sort: bool, patience_bytes: int, saved_only: bool
-) -> Gone:  # fmt: skip
-    gone = leave_together(
-        state.tree, tier, need, short, _loss(state, tier, None), any_sort=any_sort, patience_bytes=max(patience_bytes, 1),
-        saved_only=saved_only,
-    )  # fmt: skip
-    if gone.num_pages:
-        _count(state, tier, "pages", gone.num_pages, None)
-    if gone.num_checkpoints:
-        _count(state, tier, "checkpoints", gone.num_checkpoints, None)
-    return gone
 
 
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:

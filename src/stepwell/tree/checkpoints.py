@@ -104,35 +104,23 @@ def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
     node = residency.checkpoint.node
     if node is None or residency.checkpoint.held[residency.tier] is not residency:
         return
-    leave_tier(tree, residency, loss)
-    tree.queue(node)
-    let_go(tree, node, residency)
-
-
-def leave_tier(tree: Tree, residency: Residency, loss: Loss) -> None:
-    """The part of `drop_residency` that is the tree's: its node is still to be queued, and the pages to be given back."""
     checkpoint, tier = residency.checkpoint, residency.tier
-    node = checkpoint.node
-    assert node is not None and node.parent is not None and node.parent.kids is not None
+    assert node.parent is not None and node.parent.kids is not None
     checkpoint.held[tier] = None
     tree.version += 1
     if checkpoint.held[1 - tier] is None:
-        leave_node(checkpoint, node)
+        _leave_node(checkpoint, node)
         tree.lost_checkpoints.add(node, checkpoint.page, loss)
-    if (node.checkpoints or node.kids is not None) and node.leads_to_checkpoints(tier):
-        return
-    anchored = node.parent.kids.anchored
-    if anchored[tier] > 1 and not tree.ranking.repeats_first:
-        anchored[tier] -= 1  # what is above stays what it was: another checkpoint of the tier is below it still
-    else:
-        tree.carry_checkpoints_up(node, tier, before=True)
+    tree.carry_checkpoints_up(node, tier, before=True)
+    tree.queue(node)
+    let_go(tree, node, residency)
 
 
 def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
     """Drops a checkpoint from all tiers without touching the counts above its node."""
     node = checkpoint.node
     assert node is not None
-    leave_node(checkpoint, node)
+    _leave_node(checkpoint, node)
     tree.lost_checkpoints.add(node, checkpoint.page, loss)
     for residency in checkpoint.held:
         if residency is not None:
@@ -184,18 +172,13 @@ def let_go(tree: Tree, node: Node, residency: Residency) -> None:
     size = residency.size_bytes if all_freed else _bytes_kept(tree, residency, times=0)
     tree.accounts.charge(node.account, residency.tier, -size)
     tree.ranking.unqueue(residency, node.account)
-    tell_left(tree, node, residency)
-
-
-def tell_left(tree: Tree, node: Node, residency: Residency) -> None:
-    """Says that a checkpoint left a tier; `node` is where it was."""
     if residency.ready and tree.feeds:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_EVICTED, node, residency)
     for told in tree.on_left:
         told(residency)
 
 
-def leave_node(checkpoint: Checkpoint, node: Node) -> None:
+def _leave_node(checkpoint: Checkpoint, node: Node) -> None:
     """Takes a checkpoint out of its node; the one before it is followed by the one after it."""
     assert node.checkpoints is not None
     before, following = checkpoint.leader, checkpoint.following

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from math import inf
 from typing import NamedTuple
 
 from stepwell.base.untracked import untrack
@@ -49,7 +48,7 @@ class EvictionOrder:
         self._value = value
         self._older: _Heaps = {}
         self._newer: _Heaps = {}
-        self.num_pushed = 0  # to here alone. While it stays what it was, an order without live entries has none
+        self._num_pushed = 0  # to here alone
         self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
         self._heads: list[Head] | None = None  # while held: a heap. A heap of entries has one that counts, its latest
         self._latest: dict[int, int] = {}  # by the identity of a heap, the number of that
@@ -75,7 +74,7 @@ class EvictionOrder:
         `number` is one that another order has given it, if it is to count there and here alike.
         """
         if number is None:
-            number = self.num_pushed = self.num_pushed + 1
+            number = self._num_pushed = self._num_pushed + 1
             victim.entry, victim.standing = number, standing.rank
         place = standing.place
         entry = (place.since, number, victim)
@@ -141,7 +140,7 @@ class EvictionOrder:
     def _first(self) -> tuple[list[_Entry], Standing] | None:
         """The heap whose head goes first, and where that stands."""
         if self._heads is not None:
-            held = self.held_head()
+            held = self._held_head()
             return (held[6], _standing(held[5], held[6])) if held is not None else None
         first: list[tuple[_Key, list[_Entry]]] = []  # of the lowest rank: mostly one, whose worth is not asked for then
         for heaps in (self._older, self._newer):
@@ -159,7 +158,7 @@ class EvictionOrder:
         key, heap = min(first, key=self._order_of_head) if len(first) > 1 else first[0]
         return heap, _standing(key, heap)
 
-    def held_head(self) -> Head | None:
+    def _held_head(self) -> Head | None:
         """As `head`, while the order is held: as it was queued."""
         heads = self._heads
         assert heads is not None, "the order is not held"
@@ -180,40 +179,11 @@ class EvictionOrder:
                 heappop(heads)
         return None
 
-    def in_turn(self) -> Iterator[tuple[_Key, float, Victim]]:
-        """Who would be taken out of an order that is held, one after the other: where it was queued, since when, and who.
-
-        Each has left the order when the next is asked for. A heap is asked for its next while that is before all other heads, and
-        none of these changes: nothing is put in order again for it.
-        """
-        while (head := self.held_head()) is not None:
-            assert self._heads is not None
-            rank, _, _, _, _, key, heap = head
-            others = min(self._heads[1:3]) if len(self._heads) > 1 else None
-            next_since, is_alike = (others[2], others[5] == key) if others is not None else (inf, True)
-            last_head = self._last_head
-            since, _, victim = heap[0]
-            while True:
-                yield key, since, victim
-                if self._last_head != last_head:
-                    break
-                while heap and heap[0][2].entry != heap[0][1]:
-                    heappop(heap)
-                if not heap:
-                    break
-                since, number, victim = heap[0]
-                if others is None or (is_alike and since < next_since):
-                    continue
-                if others[2:4] < (since, number) if is_alike else others < (rank, self._worth(*key, since), since, number):
-                    break
-
     def _head_of(self, key: _Key, heap: list[_Entry]) -> Head:
         """Says that what is first in a heap now counts as its head."""
         since, number, _ = heap[0]
-        rank, group, level = key
-        worth = self._value.worth(group, level, since) if rank != REPEATED else -self._value.worth(group, level, -since)
         self._last_head = self._latest[id(heap)] = self._last_head + 1
-        return rank, worth, since, number, self._last_head, key, heap
+        return key[0], self._worth(*key, since), since, number, self._last_head, key, heap
 
     def _add(self, key: _Key, entry: _Entry) -> None:
         heap = self._newer.get(key)

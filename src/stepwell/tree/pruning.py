@@ -27,7 +27,7 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
     node, tier = run.node, run.tier
     before = node.leads_to_pages(tier)
     if tree.feeds:
-        tell(tree, run, gone)
+        _tell(tree, run, gone)
     ids = run.ids[gone & (run.ids != ABSENT)]
     run.num_ready -= _num_ready(tree, run, ids)
     run.num_pages -= len(ids)
@@ -71,7 +71,9 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
     """Removes the node's pages from index `at`, all below them, and the checkpoints that stood on them."""
     tree.version += 1
     if at:
-        note_cut(tree, node, at, loss)
+        first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
+        tree.past.forget(node)  # of what hung below what goes now
+        _note_gone(tree, node, first, loss, node.visit)
     before = [(tier, node.leads_to_pages(tier), node.leads_to_checkpoints(tier)) for tier in tree.tiers]
     if node.kids is not None:
         for child in node.kids.by_page.values():
@@ -85,7 +87,7 @@ def truncate(tree: Tree, node: Node, at: int, loss: Loss) -> None:
         tree.carry_pages_up(node, tier, pages)
         tree.carry_checkpoints_up(node, tier, checkpoints)
     if at == 0:
-        unlink(tree, node, loss)
+        _unlink(tree, node, loss)
     else:
         tree.queue(node)
 
@@ -116,7 +118,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         if run is None:
             continue
         if tree.feeds:
-            tell(tree, run, np.arange(node.num_pages) >= at)
+            _tell(tree, run, np.arange(node.num_pages) >= at)
         gone = run.ids[at:]
         if run.num_pages < node.num_pages:
             gone = gone[gone != ABSENT]
@@ -130,14 +132,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         if not run.num_pages:
             tree.ranking.unqueue(run, node.account)
         tree.arenas[tier].drop(Kind.PREFIX, gone)
-    shorten(tree, node, at)
-
-
-def note_cut(tree: Tree, node: Node, at: int, loss: Loss) -> None:
-    """Remembers what went from index `at` on of a node that keeps what is before. Called while it still has all tokens."""
-    first = node.rest[(at - 1) * tree.page_bytes : at * tree.page_bytes]
-    tree.past.forget(node)  # of what hung below what goes now
-    _note_gone(tree, node, first, loss, node.visit)
+    _shorten(tree, node, at)
 
 
 def _note_gone(tree: Tree, node: Node, page: bytes, loss: Loss, visit: Visit | None) -> None:
@@ -155,7 +150,7 @@ def _forget_notes(tree: Tree, node: Node) -> None:
     tree.lost_checkpoints.forget(node)
 
 
-def shorten(tree: Tree, node: Node, at: int) -> None:
+def _shorten(tree: Tree, node: Node, at: int) -> None:
     """Leaves a node the tokens of `at` pages, and says so."""
     node.num_pages = at
     node.keys = node.keys[: at * KEY_BYTES]
@@ -166,7 +161,7 @@ def shorten(tree: Tree, node: Node, at: int) -> None:
         told(node)
 
 
-def tell(tree: Tree, run: Run, gone: npt.NDArray[np.bool_]) -> None:
+def _tell(tree: Tree, run: Run, gone: npt.NDArray[np.bool_]) -> None:
     """Says which pages of a run leave its tier, of those that could be read. Called before they do."""
     could_be_read = tree.arenas[run.tier].state[Kind.PREFIX][run.ids] == READY  # of some other page where there is none
     tree.feeds.pages_evicted(run.node, run.tier, gone & (run.ids != ABSENT) & could_be_read)
@@ -193,17 +188,7 @@ def _remove_below(tree: Tree, top: Node, loss: Loss) -> None:
         _forget_notes(tree, node)
 
 
-def leave_tree(tree: Tree, node: Node, loss: Loss) -> None:
-    """Takes a node out of the tree that had its last pages in no tier but the one they have just left, and nothing below it."""
-    node.num_pages = 0
-    node.keys = node.rest = b""
-    node.missing_states = None
-    for told in tree.on_shortened:
-        told(node)
-    unlink(tree, node, loss)
-
-
-def unlink(tree: Tree, node: Node, loss: Loss) -> None:
+def _unlink(tree: Tree, node: Node, loss: Loss) -> None:
     """Takes a node without pages out of its parent, which knows by then that nothing leads there."""
     parent, first = node.parent, node.first
     assert parent is not None and parent.kids is not None

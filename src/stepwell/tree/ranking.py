@@ -11,7 +11,7 @@ when its tenant has too much (`own_orders.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.spec import ModelSpec
@@ -177,63 +177,6 @@ class Ranking:
         if first is not None:
             self.take_out(first)
         return first
-
-    def first(self, tier: Tier, *, runs: bool, checkpoints: bool) -> Victim | None:
-        """Who would be taken out next of a tier that is held. Brings entries up to date; takes nothing out."""
-        return self._first(self._orders[tier], runs=runs, checkpoints=checkpoints)
-
-    def leaves_in_turn(self, tier: Tier, *, checkpoints: bool) -> Iterator[Run]:
-        """Runs that would be taken out next of a tier that is held, as long as they are leaves that nothing stands in or on.
-        Not for a host that gives up first what the device has too, be it no leaf (`may_leave_together`).
-
-        Each has left when the next is asked for. Most runs are such leaves, and whether one stands where it did is soon said.
-        With `checkpoints` only runs that are worth nothing, or all while there are none of those.
-        """
-        runs, others = self._orders[tier]
-        due = self._value.due
-        useful_too, is_dead = not checkpoints or not others, self._needs_checkpoints
-        for (rank, group, _), since, run in runs.in_turn():
-            assert isinstance(run, Run), f"{run} is queued as a run"
-            node = run.node
-            if node.kids is not None or node.checkpoints or node.parent is None or run.leaving:
-                return
-            other = node.runs[1 - tier]
-            if other is not None and other.num_pages < node.num_pages:
-                return
-            if is_dead:
-                as_queued = rank == WORTHLESS and node.used_at == since
-            else:
-                as_queued = rank == USEFUL and due(node.used_at, node.urgent_until, node.visit) == (group, since)
-            if not as_queued or (rank == USEFUL and not useful_too):
-                return
-            yield run
-
-    def checkpoints_in_turn(self, tier: Tier) -> Iterator[Residency]:
-        """Checkpoints that would be taken out next of a tier that is held, as long as no run is a candidate and each stands where
-        it did. Each has left when the next is asked for.
-        """
-        runs, checkpoints = self._orders[tier]
-        due, level_of = self._value.due, self._value.level
-        last_gain, last_level = None, 0  # of most it is that of the one before, and nothing is learned while the tier is held
-        num_pushed = -1
-        for (_, group, level), since, residency in checkpoints.in_turn():
-            assert isinstance(residency, Residency), f"{residency} is queued as a checkpoint"
-            if runs.num_pushed != num_pushed:
-                if runs.held_head() is not None:
-                    return
-                num_pushed = runs.num_pushed
-            checkpoint = residency.checkpoint
-            node = checkpoint.node
-            if node is None or checkpoint.held[tier] is not residency:
-                return
-            if due(checkpoint.used_at, node.urgent_until, node.visit) != (group, since):
-                return
-            gain = self._gain_of(residency, node)
-            if gain != last_gain:
-                last_gain, last_level = gain, level_of(*gain[:4], deferred=gain[4])
-            if last_level != level:
-                return
-            yield residency
 
     def hold(self, tier: Tier) -> bool:
         """Nobody's worth changes in a tier until `let_go`, so that its order need not be found again. False where it was held."""

@@ -226,17 +226,3 @@ def test_audit_sees_a_count_that_is_off() -> None:
     arena.refs[Kind.PREFIX][ids[0]] = 0
     with pytest.raises(AssertionError, match="device prefix"):
         arena.audit()
-
-
-def test_a_page_that_is_named_twice_loses_two_references_of_the_tree() -> None:
-    arena = Arena(Tier.DEVICE, SMALL)
-    ids = arena.alloc({Kind.WINDOW: 3})[Kind.WINDOW]
-    for _ in range(2):
-        arena.keep(Kind.WINDOW, ids)
-    arena.release(Kind.WINDOW, ids)
-    arena.drop_repeated(Kind.WINDOW, ids[[0, 1, 0]])
-    assert arena.refs[Kind.WINDOW][ids].tolist() == arena.kept[Kind.WINDOW][ids].tolist() == [0, 1, 2]
-    assert arena.used_pages(Kind.WINDOW) == 2
-    arena.audit()
-    with pytest.raises(AssertionError, match="released a free"):
-        arena.drop_repeated(Kind.WINDOW, ids[[1, 1]])

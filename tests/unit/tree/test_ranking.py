@@ -260,15 +260,16 @@ def test_victims_come_in_the_order_in_which_a_look_at_everything_would_find_them
     value.now_s = 30.0  # by now places may have overtaken each other
     assert order.hold()
     left: list[Run] = []
-    for (rank, group, level), since, victim in order.in_turn():
-        ranks = {each: (*order.rank(standing), number) for each, (number, standing) in queued.items()}
-        assert victim is min(ranks, key=ranks.__getitem__)
-        assert queued.pop(victim)[1] == Standing(rank, Place(group, level, since))
-        victim.entry = 0  # it left, and its leaving may make others candidates
-        left.append(victim)
+    while (head := order.head()) is not None:
+        victim, standing = head
+        ranks = {each: (*order.rank(place), number) for each, (number, place) in queued.items()}
+        assert victim is min(ranks, key=ranks.__getitem__)  # type: ignore[comparison-overlap]
+        assert queued.pop(victim)[1] == standing  # type: ignore[arg-type]
+        assert order.pop() is victim  # it left, and its leaving may make others candidates
+        left.append(victim)  # type: ignore[arg-type]
         if between and (more := between.pop()) is not None:
             push(*more)
-    assert not queued and order.held_head() is None
+    assert not queued
     assert len(left) >= len({which for which, *_ in pushes})
 
 

@@ -1,4 +1,4 @@
-"""Victims that leave a tier together: the same ones as one by one, in the same order, and the cache is the same afterwards."""
+"""Evictions while the order of a tier is held: the same victims, in the same order, as if it was found anew for each."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from stepwell.tiers import eviction
 from stepwell.tree.audit import audit
 from stepwell.tree.node import Loss, LossReason, Node, Residency, Victim
 from stepwell.tree.pruning import discard_ids
-from stepwell.tree.together import Gone
 from stepwell.tree.tree import Tree
-from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, FULL_WINDOW, PAGE, SMALL_PAGES, Rig, text
+from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, PAGE, SMALL_PAGES, Rig, text
 
 
 class Played:
@@ -52,6 +51,10 @@ class Played:
 
     def asks(self, need: Need) -> eviction.Room:
         return eviction.make_room(self.rig.state, Tier.DEVICE, need)
+
+    def num_evicted(self) -> int:
+        counters = self.rig.state.counters
+        return counters["evicted_device_pages"] + counters["evicted_device_checkpoints"]
 
     def next_need(self) -> Need:
         """Room for some more prefix pages than there is now, and at times for checkpoints too."""
@@ -96,72 +99,56 @@ def _told(tree: Tree, node: Node) -> tuple[object, ...]:
     return node.start, node.num_pages, node.first, node.rest, runs, kids, checkpoints, lost, past, node.account.used_bytes
 
 
-def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **options: Any) -> list[Gone]:
-    """Asserts that what makes room leaves the same behind with victims that leave together and one by one; what left together."""
-    taken: list[Gone] = []
-    leave_together, may_leave_together = eviction.leave_together, eviction.may_leave_together
-
-    def watched(*args: Any, **options: Any) -> Gone:
-        taken.append(leave_together(*args, **options))
-        return taken[-1]
-
-    monkeypatch.setattr(eviction, "leave_together", watched)
+def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **options: Any) -> int:
+    """Asserts that what makes room evicts the same, in an order that is held and in one that is found anew for each victim.
+    Returns the most that one call evicted.
+    """
+    most = 0
     for seed in range(seeds):
-        together, alone = (Played(ALL_MODELS[model], seed, **options) for _ in range(2))
-        monkeypatch.setattr(alone.rig.tree.ranking, "hold", lambda _: False)  # its order is found anew for each victim
-        assert together.everything() == alone.everything()
+        held, anew = (Played(ALL_MODELS[model], seed, **options) for _ in range(2))
+        monkeypatch.setattr(anew.rig.tree.ranking, "hold", lambda _: False)
+        assert held.everything() == anew.everything()
         for turn in range(10):
-            need = together.next_need() if turn < 9 else {Kind.PREFIX: 1600}  # at last everything that is idle
-            assert turn == 9 or need == alone.next_need()
-            rooms = []
-            for each, may in ((together, may_leave_together), (alone, lambda *_: False)):
-                monkeypatch.setattr(eviction, "may_leave_together", may)
-                rooms.append(each.asks(need))
-            assert rooms[0] == rooms[1]
-            assert together.told() == alone.told()
-            assert together.everything() == alone.everything()
-            audit(together.rig.tree)
-            together.rig.state.arena(Tier.DEVICE).audit()
+            need = held.next_need() if turn < 9 else {Kind.PREFIX: 1600}  # at last everything that is idle
+            assert turn == 9 or need == anew.next_need()
+            before = held.num_evicted()
+            assert held.asks(need) == anew.asks(need)
+            most = max(most, held.num_evicted() - before)
+            assert held.told() == anew.told()
+            assert held.everything() == anew.everything()
+            audit(held.rig.tree)
+            held.rig.state.arena(Tier.DEVICE).audit()
             if turn % 3 == 2:
-                for each in (together, alone):
+                for each in (held, anew):
                     each.rig.settle()  # what was to be saved first has been
-        for each in (together, alone):
+        for each in (held, anew):
             for lease in each.leases:
                 each.rig.cache.release(lease)
             each.rig.tree.release_all(Span(tier=Tier.DEVICE, kind=kind, ids=ids) for kind, ids in each.taken.items())
             each.rig.idle_check()
-    return taken
+    return most
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["unheard", "heard"])
 @pytest.mark.parametrize("lru", [False, True], ids=["value", "lru"])
 @pytest.mark.parametrize("host_pages", [None, 200], ids=["device", "device and host"])
 @pytest.mark.parametrize("model", sorted(ALL_MODELS))
-def test_together_is_as_one_by_one(
+def test_a_held_order_is_as_one_found_anew(
     monkeypatch: pytest.MonkeyPatch, model: str, host_pages: int | None, lru: bool, listens: bool
 ) -> None:  # fmt: skip
-    taken = same_either_way(monkeypatch, model, 4, host_pages=host_pages, lru=lru, listens=listens)
-    most = max(gone.num_pages + gone.num_checkpoints for gone in taken)
-    assert most >= (6 if model == "full" else 2), "many never left together"
+    assert same_either_way(monkeypatch, model, 4, host_pages=host_pages, lru=lru, listens=listens) > 10
 
 
 @pytest.mark.parametrize("host_pages", [200, 2400], ids=["small host", "large host"])
-@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK], ids=["adaptive", "back"])
 @pytest.mark.parametrize("model", sorted(ALL_MODELS))
-def test_what_the_host_has_leaves_together_where_the_rest_is_saved_first(
-    monkeypatch: pytest.MonkeyPatch, model: str, write: WritePolicy, host_pages: int
+def test_the_same_where_some_is_saved_first(
+    monkeypatch: pytest.MonkeyPatch, model: str, host_pages: int
 ) -> None:  # fmt: skip
-    taken = same_either_way(monkeypatch, model, 3, host_pages=host_pages, write=write, listens=True)
-    most = max((gone.num_pages + gone.num_checkpoints for gone in taken), default=0)
-    if write is WritePolicy.ADAPTIVE and host_pages == 2400:  # what was committed is on the host too, if it had room
-        assert most >= (6 if model == "full" else 2), "many never left together"
+    assert same_either_way(monkeypatch, model, 3, host_pages=host_pages, write=WritePolicy.ADAPTIVE, listens=True) > 10
 
 
-@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
-def test_no_more_leave_than_are_needed_once_a_slab_empties(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
-    """Points leave with the pages below them, and their slabs are room for pages too."""
-    if not together:
-        monkeypatch.setattr(eviction, "may_leave_together", lambda *_: False)
+def test_no_more_leave_than_are_needed_once_a_slab_empties() -> None:
+    """Points leave with the pages below them, and their slabs are memory for pages too."""
     rig = Rig(FULL_POINT, device_pages=1600)
     for name in range(60):
         rig.clock.advance(1.0)
@@ -173,24 +160,7 @@ def test_no_more_leave_than_are_needed_once_a_slab_empties(monkeypatch: pytest.M
     assert before - rig.used(Tier.DEVICE, Kind.PREFIX) <= 26, "slabs of points were not counted"
 
 
-def test_pages_behind_the_last_checkpoint_leave_with_it_and_are_not_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(FULL_POINT, device_pages=1600)
-    for name in range(60):
-        rig.clock.advance(1.0)
-        rig.serve_without_audit(text(name, PAGE + 1))
-    arena, ranking, queued, calls = rig.state.arena(Tier.DEVICE), rig.tree.ranking, [], []
-    arena.alloc({Kind.PREFIX: next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))})
-    push, leave_together = ranking._push, eviction.leave_together
-    monkeypatch.setattr(ranking, "_push", lambda victim, standing: queued.append(victim) or push(victim, standing))
-    monkeypatch.setattr(eviction, "leave_together", lambda *args, **options: calls.append(1) or leave_together(*args, **options))
-    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 40}).fits
-    assert len(queued) <= 1, "runs were queued only to be taken out next"  # those behind the last may stay, and are then
-    assert len(calls) == 1, "slabs of points that emptied were counted, so that nothing had to be looked at anew"
-    audit(rig.tree)
-    arena.audit()
-
-
-def test_what_a_request_holds_stays_among_those_that_leave() -> None:
+def test_what_a_request_holds_stays_while_others_are_evicted() -> None:
     rig = Rig(FULL, device_pages=256)
     rig.serve(text(1, 2 * PAGE + 1))
     with rig.ready(text(1, 2 * PAGE + 1)) as lease:
@@ -203,38 +173,6 @@ def test_what_a_request_holds_stays_among_those_that_leave() -> None:
         assert rig.restore(text(1, 2 * PAGE + 1)) == 2 * PAGE
         rig.engine.check(lease)
     rig.idle_check()
-
-
-def test_many_leaves_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig(FULL, device_pages=256)
-    for name in range(20):
-        rig.serve_without_audit(text(1, 4 * PAGE) + text(10 + name, 2 * PAGE + 1))
-    arena, calls = rig.state.arena(Tier.DEVICE), []
-    drop = arena.drop
-    monkeypatch.setattr(arena, "drop", lambda kind, ids: calls.append(len(ids)) or drop(kind, ids))
-    free = 256 - rig.used(Tier.DEVICE, Kind.PREFIX)
-    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: free + 30}).fits
-    assert calls == [30]
-    rig.cache.audit()
-
-
-def test_windows_of_many_checkpoints_are_one_call_to_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neighbours share window pages: each is given back with the last that has it, and all at once."""
-    rig = Rig(FULL_WINDOW, device_pages=1600)
-    for name in range(40):
-        rig.clock.advance(1.0)
-        rig.serve_without_audit(text(1, 4 * PAGE) + text(10 + name, 2 * PAGE + 1))
-    arena, calls, rounds = rig.state.arena(Tier.DEVICE), [], []
-    arena.alloc({Kind.PREFIX: next(count for count in range(1600, -1, -1) if arena.fits({Kind.PREFIX: count}))})
-    drop, drop_repeated, leave_together = arena.drop, arena.drop_repeated, eviction.leave_together
-    monkeypatch.setattr(arena, "drop", lambda kind, ids: calls.append(kind) or drop(kind, ids))
-    monkeypatch.setattr(arena, "drop_repeated", lambda kind, ids: calls.append(kind) or drop_repeated(kind, ids))
-    monkeypatch.setattr(eviction, "leave_together", lambda *args, **options: rounds.append(1) or leave_together(*args, **options))
-    assert eviction.make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 60}).fits
-    left = rig.state.counters["evicted_device_checkpoints"]
-    assert left > 4 and calls.count(Kind.WINDOW) <= len(rounds) < left, (left, calls, rounds)
-    audit(rig.tree)
-    arena.audit()
 
 
 def test_a_checkpoint_that_the_host_has_without_its_pages_stays_when_it_leaves_the_device() -> None:

@@ -1,7 +1,7 @@
 """Replays of several tiers: every row of `benchmarks/results/replays-tiers.json` again, beside what it was.
 
     python benchmarks/replay_tiers.py --traces FOLDER                     all rows, one after the other (an hour and more)
-    python benchmarks/replay_tiers.py --traces FOLDER --jobs 8 --only adaptive back
+    python benchmarks/replay_tiers.py --traces FOLDER --jobs 8 --only exclusive
 
 FOLDER holds the traces that rows name, as `stepwell replay` reads them. The tables of docs/policies.md are of these rows.
 """
@@ -25,7 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--traces", type=Path, required=True, help="the folder with the traces")
     parser.add_argument("--rows", type=Path, default=RESULTS, help="which replays, and what they gave (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], help="rows with one of these words, such as adaptive")
+    parser.add_argument("--only", nargs="+", default=[], help="rows with one of these words, such as exclusive")
     parser.add_argument("--jobs", type=int, default=1, help="replays at a time (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where all rows go, replayed or not (default: %(default)s)")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """A cache over a log, with the defaults of a server: what a restart finds after `kill -9`, and after a clean stop.
 
-The store has at most four times the memory, so that the default write policy is `adaptive`.
+The store has at most four times the memory, so that the default write policy is `exclusive`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def begin(directory: Path, *, durable: bool = True) -> Life:
     chosen = choose_write(
         None, device_bytes=MEMORY_BYTES, host_bytes=MEMORY_BYTES, has_store=True, store_bytes=STORE_BYTES
     )  # fmt: skip
-    assert chosen.write is WritePolicy.ADAPTIVE
+    assert chosen.write is WritePolicy.EXCLUSIVE
     config = CacheConfig(
         device_bytes=MEMORY_BYTES, host_bytes=MEMORY_BYTES, write=chosen.write, placement=NO_INTERVALS, durable=durable
     )

@@ -34,12 +34,12 @@ def test_a_host_that_is_large_for_one_rank_may_be_small_for_all() -> None:
     spec = load_spec("llama-3.1-8b")
     assert write_for(config(), 100 * MB, None).write is WritePolicy.THROUGH
     held = held_by_all(100 * MB, spec, spec.for_ranks(2))
-    assert write_for(config(), held, None).write is WritePolicy.ADAPTIVE
+    assert write_for(config(), held, None).write is WritePolicy.EXCLUSIVE
 
 
 def test_a_store_that_says_its_size_counts_with_it() -> None:
     stored = config(store="memory:")
-    assert write_for(stored, 100 * MB, MemoryStore(1000 * MB)).write is WritePolicy.ADAPTIVE
+    assert write_for(stored, 100 * MB, MemoryStore(1000 * MB)).write is WritePolicy.EXCLUSIVE
     assert write_for(stored, 100 * MB, MemoryStore(9000 * MB)).write is WritePolicy.THROUGH
     assert write_for(stored, 100 * MB, None).write is WritePolicy.THROUGH, "it does not say"
 
@@ -47,8 +47,8 @@ def test_a_store_that_says_its_size_counts_with_it() -> None:
 def test_rows_that_may_spill_are_on_the_host_at_once_and_the_reason_says_so() -> None:
     chosen = write_for(config(sparse="quest", hot_rows=64), 400 * MB, None)
     assert chosen.write is WritePolicy.THROUGH and "spill" in chosen.why
-    named = write_for(replace(config(), write=WritePolicy.BACK), 400 * MB, None)
-    assert named == (WritePolicy.BACK, "as requested")
+    named = write_for(replace(config(), write=WritePolicy.EXCLUSIVE), 400 * MB, None)
+    assert named == (WritePolicy.EXCLUSIVE, "as requested")
 
 
 class _NoWorkers:

@@ -252,7 +252,7 @@ def test_what_fails_a_hundred_times_a_second_is_told_once_a_minute(caplog: pytes
 
 def test_a_store_that_fails_at_the_end_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     store = Faulty(open_store("memory:", options={"budget": "8MiB"}), Faults(fail=1.0), random=Random(1), sleep=time.sleep)
-    with caplog.at_level(logging.WARNING), small(write=WritePolicy.BACK) as engine:
+    with caplog.at_level(logging.WARNING), small(write=WritePolicy.EXCLUSIVE) as engine:
         run(engine, [greedy(prompt(80))])
         engine.cache.store.attach(store, StoreConfig())
     assert any("operations of the store failed at the end" in each.getMessage() for each in caplog.records)

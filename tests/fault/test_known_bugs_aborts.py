@@ -48,7 +48,7 @@ def test_abort_at_any_moment_gives_everything_back(moment: str) -> None:
     assert rig.serve([*prompt, *text(2, 16)]).computed <= 17
 
 
-@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.EXCLUSIVE])
 def test_failed_save_then_eviction_is_a_miss_and_says_why(write: WritePolicy) -> None:
     """F2: a copy that failed does not count as one: when the device lets go, the prompt is computed again."""
     rig = Rig(HYBRID, host_pages=64, write=write)
@@ -204,7 +204,7 @@ def test_pages_that_no_checkpoint_reaches_go_first() -> None:
 
 def test_write_back_copies_before_it_drops_and_keeps_checkpoints() -> None:
     """G, policy: under write-back everything that leaves the device, checkpoints included, is on the host first."""
-    rig = Rig(HYBRID, device_pages=40, host_pages=200, write=WritePolicy.BACK)
+    rig = Rig(HYBRID, device_pages=40, host_pages=200, write=WritePolicy.EXCLUSIVE)
     prompts = [text(name, 17) for name in range(8)]
     for prompt in prompts:
         rig.serve(prompt)

@@ -98,9 +98,10 @@ def test_device_page_is_not_evicted_while_it_is_saved() -> None:
 
 def test_write_back_copy_is_not_the_next_victim_of_the_same_sweep() -> None:
     """E2: a page on its way to the host cannot be evicted from there by the next save of the same round."""
-    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.BACK)
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.EXCLUSIVE)
     for name in (1, 2):
         rig.serve(text(name, 29))
+    rig.evict_all(Tier.HOST)
     with pytest.raises(NoRoom) as refusal:
         rig.open(text(3, 57))
     assert refusal.value.waiting

@@ -218,7 +218,7 @@ def test_evicting_a_checkpoint_spares_the_pages_it_stands_on() -> None:
 
 def test_a_lease_is_given_back_exactly_once() -> None:
     """B5: the receipt is the lease itself: a second release is an error and takes nothing from anybody."""
-    rig = Rig(HYBRID, write=WritePolicy.BACK, host_pages=64)
+    rig = Rig(HYBRID, write=WritePolicy.EXCLUSIVE, host_pages=64)
     prompt = text(1, 17)
     rig.serve(prompt)
     other = rig.ready(prompt)

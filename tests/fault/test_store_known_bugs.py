@@ -101,7 +101,7 @@ def test_a_trial_that_is_called_off_does_not_switch_a_store_off_for_ever() -> No
 def test_a_victim_is_evicted_when_only_what_it_stands_on_is_being_stored() -> None:
     """It was taken for one that is on its way, left the queue, and could never be evicted again."""
     store = filled(FULL, PROMPT[: 5 * PAGE + 1])
-    here = rig(FULL, store, write=WritePolicy.BACK)
+    here = rig(FULL, store, write=WritePolicy.EXCLUSIVE)
     here.serve(BRANCH)
     here.evict_all(Tier.DEVICE)  # to the host, and not to the store
     here.fetched(PROMPT[: 5 * PAGE + 1]).close()

@@ -60,7 +60,7 @@ def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
 
 def test_state_says_when_pages_go_down(http: httpx.Client) -> None:
     """By default as the sizes of the tiers suggest: the host has as much room as the device, and would only repeat it."""
-    assert http.get("/cache").json()["write_policy"] == {"policy": "adaptive", "resumable_after_s": None}
+    assert http.get("/cache").json()["write_policy"] == {"policy": "exclusive", "resumable_after_s": None}
     with running(write=WritePolicy.SELECTIVE) as asked:
         state = httpx.get(f"{asked.address}/cache", timeout=PATIENCE_S).json()
     assert state["write_policy"] == {"policy": "selective", "resumable_after_s": None}

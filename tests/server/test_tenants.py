@@ -201,7 +201,7 @@ def test_the_operator_sees_what_each_tenant_has_in_memory(two: Clients) -> None:
         assert quotas == [None, found.size_bytes // 2]
 
 
-@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.ADAPTIVE, WritePolicy.BACK])
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.EXCLUSIVE])
 def test_a_tenant_over_its_memory_quota_loses_its_own_and_is_told_why(write: WritePolicy) -> None:
     limited = (tenant("alice", memory_quota=0.2), tenant("bob"))
     sizes = {"device_memory": "512KiB", "host_memory": "512KiB", "write": write}

@@ -21,30 +21,43 @@ DELAY_S = (
 
 
 class WritePolicy(Enum):
-    """When a page on the device is also saved to the host."""
+    """When a page on the device is also saved to the host. Inclusive policies save what stays on the device too, once it has
+    been used often enough. The exclusive one saves what leaves the device, and sooner while the host has free memory.
 
-    THROUGH = "through"  # when it is committed
-    SELECTIVE = "selective"  # when it is used a second time
-    BACK = "back"  # when the device needs its room
-    ADAPTIVE = "adaptive"  # when the device needs its room, and sooner while the host has room that nothing else needs
+    Known by other names too: see `WRITE_NAMES`.
+    """
+
+    THROUGH = "through"  # inclusive: saved when it is committed
+    SELECTIVE = "selective"  # inclusive: saved when it is used a second time
+    EXCLUSIVE = "exclusive"
+
+    @classmethod
+    def _missing_(cls, value: object) -> WritePolicy | None:
+        return WRITE_NAMES.get(value) if isinstance(value, str) else None
+
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether the host may evict what the device has too: it is saved again when it leaves the device."""
+        return self is WritePolicy.EXCLUSIVE
 
     @property
     def saves_on_commit(self) -> bool:
-        return self is WritePolicy.THROUGH
+        return self.saves_on_use(1)
 
     def saves_on_use(self, uses: int) -> bool:
         """Whether the `uses`-th use of something cached is reason to save it."""
-        return self is WritePolicy.THROUGH or (self is WritePolicy.SELECTIVE and uses >= 2)
+        return not self.is_exclusive and uses >= _USES_BEFORE_SAVE[self]
 
-    @property
-    def saves_into_free_room(self) -> bool:
-        """Whether something is saved when it is committed, as long as nothing leaves the host for it."""
-        return self is WritePolicy.ADAPTIVE
 
-    @property
-    def saves_on_eviction(self) -> bool:
-        """Whether the host may give up what the device has too: it is saved again when it leaves the device."""
-        return self in (WritePolicy.ADAPTIVE, WritePolicy.BACK)
+_USES_BEFORE_SAVE = {WritePolicy.THROUGH: 1, WritePolicy.SELECTIVE: 2}
+WRITE_NAMES = {each.value: each for each in WritePolicy} | {
+    "inclusive": WritePolicy.THROUGH,
+    "write_through": WritePolicy.THROUGH,  # as SGLang has it, and the next but one
+    "write_through_selective": WritePolicy.SELECTIVE,
+    "write_back": WritePolicy.EXCLUSIVE,
+    "back": WritePolicy.EXCLUSIVE,
+    "adaptive": WritePolicy.EXCLUSIVE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ def build_cache(
         arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
     value = tuning.eviction or Expected(reuse)
-    tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.saves_on_eviction)
+    tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.is_exclusive)
     counters, wakeup = counters or Counters(), Wakeup()
     state = CacheState(
         spec=spec,
@@ -155,7 +155,7 @@ def build_cache(
         placement=tuning.placement or rules_for(config.placement),
         copy_timeout_s=tuning.copy_timeout_s,
         reuse=reuse if tuning.eviction is None else None,
-        write_back=write_back if config.write.saves_on_eviction and len(arenas) == 2 else None,
+        write_back=write_back if config.write.is_exclusive and len(arenas) == 2 else None,
     )
     tree.on_split.append(partial(note_split, state))
     namespace = Namespace(model=model or spec.name, layout=spec.fingerprint, name=name)

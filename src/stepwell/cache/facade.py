@@ -347,8 +347,8 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Waits for running copies, for store operations and for what is to be backed up, and stops the workers. Under `adaptive`
-        and `back` everything that is worth keeping is backed up, what only the device has last. Raises LeaseError while leases
+        """Waits for running copies, for store operations and for what is to be backed up, and stops the workers. Under
+        `exclusive` everything that is worth keeping is backed up, what only the device has last. Raises LeaseError while leases
         are open, and closes nothing then.
 
         Ranks and stores that hang or are slow are waited for `timeout_s` in all, but for operations that exceeded their own time

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from stepwell.base.config import PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
+from stepwell.base.config import WRITE_NAMES, PlacementConfig, PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
@@ -98,12 +98,13 @@ def _configure_cache(group: ArgumentGroup) -> None:
 def add_write_policy(group: ArgumentGroup) -> None:
     """When pages go down: the same options where a cache serves and where it is simulated."""
     group.add_argument(
-        "--write-policy", choices=[AUTO, *(each.value for each in WritePolicy)], default=AUTO,
-        help="when pages go to the host (default: auto, through or adaptive by the sizes of the tiers)",
+        "--write-policy", choices=[AUTO, *WRITE_NAMES], default=AUTO, metavar="POLICY",
+        help="when pages go to the host: through, selective or exclusive; SGLang's names are accepted too "
+        "(default: auto, through or exclusive by the sizes of the tiers)",
     )  # fmt: skip
     group.add_argument(
         "--no-durable", dest="durable", action="store_false",
-        help="with adaptive or back, the store gets what leaves memory, and not sooner: it holds more, and a kill loses what is "
+        help="with exclusive, the store gets what leaves memory, and not sooner: it holds more, and a kill loses what is "
         "only in memory (default: what is cached goes soon to a store that outlives the process)",
     )  # fmt: skip
 

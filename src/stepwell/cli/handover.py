@@ -114,7 +114,7 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
         raise ConfigError("--role decode needs the address of a prefill server: --peer HOST:PORT")
     if args.role == DECODE and args.store is not None:
         raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
-    if args.role == PREFILL and args.write_policy not in (AUTO, "through"):
+    if args.role == PREFILL and args.write_policy != AUTO and not WritePolicy(args.write_policy).saves_on_commit:
         raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
     host = args.transfer_host or args.host
     if host in _ANY:

@@ -2,7 +2,7 @@
 
 A tier that repeats what the tiers above it hold has less memory for anything else. If the lowest tier has several times the
 memory of those above it, that costs little, and no request waits for a copy when memory is needed: `through`. Otherwise
-`adaptive`: device and host repeat little of one another. Whether a store repeats what memory holds is another setting: a store
+`exclusive`: device and host repeat little of one another. Whether a store repeats what memory holds is another setting: a store
 that outlives the process does, unless `durable` is switched off.
 """
 
@@ -35,4 +35,4 @@ def choose_write(
     lowest_bytes = store_bytes if has_store else host_bytes
     if lowest_bytes is None or lowest_bytes > SEVERAL * above_bytes:
         return WriteChoice(WritePolicy.THROUGH, f"the {lowest} has more than {SEVERAL} times the memory of the tiers above it")
-    return WriteChoice(WritePolicy.ADAPTIVE, f"the {lowest} has at most {SEVERAL} times the memory of the tiers above it")
+    return WriteChoice(WritePolicy.EXCLUSIVE, f"the {lowest} has at most {SEVERAL} times the memory of the tiers above it")

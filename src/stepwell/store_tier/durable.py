@@ -1,5 +1,5 @@
 """A cache that is durable: what is committed goes down to the store soon, though the host would hold it only when it leaves the
-device (`adaptive`, `back`).
+device (`exclusive`).
 
     save_on_the_way    what the store lacks of a path is copied to the host, where the store takes it from
     line_up            a path of which something has no room on the host waits for it

@@ -1,4 +1,4 @@
-"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`adaptive`, `back`).
+"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`exclusive`).
 
     keep_clean    what will leave the host next is stored ahead, so that nobody waits for it
     leave_host    what leaves the host without that is stored now, as far as may be, unless a full store would give up more for it

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from functools import partial
 
-from stepwell.base.config import StoreConfig, WritePolicy
+from stepwell.base.config import StoreConfig
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import Durations
@@ -179,7 +179,7 @@ class StoreTier:
     def offer(self, node: Node) -> None:
         """The path to a node was committed or used, and may have something that is new to the store."""
         if self.link is not None and self.link.store.traits.writable:
-            if self.link.is_durable and self._state.config.write.saves_on_eviction:
+            if self.link.is_durable and self._state.config.write.is_exclusive:
                 save_on_the_way(self._state, self.link, node)
             if self.link.is_durable and is_lacking(self._state, self.link, node):
                 line_up(self._state, self.link, node)
@@ -261,7 +261,7 @@ class StoreTier:
         """
         for each in self.links:
             self._end_waiting(each)
-        if self.link is not None and self.link.store.traits.writable and self._state.config.write.saves_on_eviction:
+        if self.link is not None and self.link.store.traits.writable and self._state.config.write.is_exclusive:
             self._state.copies.on_saved = self._offer
             line_up_all(self._state, self.link)
 
@@ -372,9 +372,9 @@ class StoreTier:
             on_change=partial(state.tree.ranking.queue_residency, again=True),
             counters=state.counters,
         )
-        # A store that cannot be told what memory has too would repeat it: `adaptive` then has no reason to wait.
-        waits = traits.levels and traits.sized if state.config.write is WritePolicy.ADAPTIVE else True
-        is_late = state.config.write.saves_on_eviction and waits and traits.writable and not is_durable
+        # A store that takes no levels would repeat what memory has: there is then no reason to wait.
+        waits = traits.levels and traits.sized
+        is_late = state.config.write.is_exclusive and waits and traits.writable and not is_durable
         return StoreLink(
             is_late=is_late,
             is_durable=is_durable,

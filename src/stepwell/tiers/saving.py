@@ -51,11 +51,11 @@ def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
 
 
 def save_committed(state: CacheState, node: Node) -> None:
-    """A path was committed: saves it if the write policy saves on commit, or if the host has free memory for it."""
+    """A path was committed: saves it if the write policy saves on commit, or is exclusive and the host has free memory for it."""
     write, below = state.config.write, state.below
     is_durable = below is not None and below.is_durable
-    at_once = write.saves_on_commit or (is_durable and not write.saves_on_eviction)
-    if at_once or write.saves_into_free_room:
+    at_once = write.saves_on_commit or (is_durable and not write.is_exclusive)
+    if at_once or write.is_exclusive:
         save_path(state, node, evict=at_once)
     if below is not None and is_durable:
         below.offer(node)

@@ -90,8 +90,9 @@ def test_a_pinned_checkpoint_outlives_the_trail_it_was_part_of() -> None:
 
 
 def test_write_back_tries_again_once_the_host_has_room() -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=8, write=WritePolicy.BACK)
+    rig = Rig(FULL, device_pages=16, host_pages=8, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 33))
+    rig.evict_all(Tier.HOST)
     blocker = rig.state.arena(Tier.HOST).alloc({Kind.PREFIX: 8})[Kind.PREFIX]
     rig.serve_without_audit(text(2, 33))  # the first prompt loses pages that had nowhere to go
     rig.state.arena(Tier.HOST).release(Kind.PREFIX, blocker)

@@ -359,7 +359,7 @@ def test_a_signal_ends_it_in_order_and_its_store_keeps_what_was_computed(tmp_pat
             process.kill()
     began = [
         "loading the weights of random-hybrid",
-        "write policy: adaptive (the store has at most 4 times the memory of the tiers above it)",
+        "write policy: exclusive (the store has at most 4 times the memory of the tiers above it)",
         f"ready model=random-hybrid address={said['address']} kernels=torch",
     ]
     assert process.returncode == 0 and "request ended id=cmpl-" in errors

@@ -7,7 +7,7 @@ import pytest
 from stepwell.base.config import WritePolicy
 from stepwell.policy.write_choice import WriteChoice, choose_write
 
-THROUGH, ADAPTIVE = WritePolicy.THROUGH, WritePolicy.ADAPTIVE
+THROUGH, EXCLUSIVE = WritePolicy.THROUGH, WritePolicy.EXCLUSIVE
 NO_LIMIT = "no limit"
 
 
@@ -21,11 +21,11 @@ def chosen(device: int, host: int | None, store: int | str | None = None, asked:
     [
         ((20, None), THROUGH),
         ((20, 81), THROUGH),
-        ((20, 80), ADAPTIVE),
-        ((4, 4, 8), ADAPTIVE),
-        ((4, 4, 32), ADAPTIVE),
+        ((20, 80), EXCLUSIVE),
+        ((4, 4, 8), EXCLUSIVE),
+        ((4, 4, 32), EXCLUSIVE),
         ((4, 4, 33), THROUGH),
-        ((4, 20, 96), ADAPTIVE),
+        ((4, 20, 96), EXCLUSIVE),
         ((20, 60, NO_LIMIT), THROUGH),
     ],
 )
@@ -36,7 +36,7 @@ def test_the_lowest_tier_repeats_what_is_above_it_where_it_has_several_times_the
 
 
 def test_what_is_asked_for_is_done() -> None:
-    assert chosen(4, 4, 8, asked=WritePolicy.BACK).write is WritePolicy.BACK
+    assert chosen(4, 4, 8, asked=WritePolicy.EXCLUSIVE).write is WritePolicy.EXCLUSIVE
 
 
 def test_the_reason_names_the_lowest_tier() -> None:

@@ -117,12 +117,12 @@ def test_an_answer_that_ended_is_saved_once_and_outlives_the_process(write: Writ
     assert here.state.counters["save_pages"] == saved, "checkpoints of a growing answer replace one another, and stay here"
     here.cache.release(lease)
     here.settle()
-    at_once = write.saves_on_commit or write.saves_into_free_room
+    at_once = write.saves_on_commit or write.is_exclusive
     assert here.state.counters["save_pages"] == saved + (3 + 1 if at_once else 0), "its pages, and one checkpoint"
     if write is WritePolicy.SELECTIVE:
         here.serve([*prompt, *answer])
     rest_out(here)
-    if write.saves_on_eviction:  # the store gets what leaves memory
+    if write.is_exclusive:  # the store gets what leaves memory
         here.evict_all(Tier.DEVICE)
         here.evict_all(Tier.HOST)
         here.settle()
@@ -193,7 +193,7 @@ def test_detaching_stores_what_rests() -> None:
     assert stored(here, link) == [10] and link.ended
 
 
-@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.BACK])
+@pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.EXCLUSIVE])
 def test_what_leaves_the_host_is_stored_first(write: WritePolicy) -> None:
     here = rig(write=write)
     turn(here, 16)

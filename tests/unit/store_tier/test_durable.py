@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from stepwell import ModelSpec, Tier, WritePolicy
+from stepwell import Kind, ModelSpec, Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.tasks import ItemStatus
 from stepwell.store.api import Traits
@@ -39,6 +39,13 @@ def after_a_kill(here: Rig) -> Rig:
     return rig(here.spec, here.config.write, store=link.store)
 
 
+def fill_host(here: Rig, *, but: int = 0) -> None:
+    """Others take the host's memory, but for some pages."""
+    arena = here.state.arena(Tier.HOST)
+    free = next(count for count in range(arena.layout.rows(Kind.PREFIX), -1, -1) if arena.fits({Kind.PREFIX: count}))
+    arena.alloc({Kind.PREFIX: free - but})
+
+
 def wait(here: Rig, seconds: float) -> None:
     here.clock.advance(seconds)
     here.settle()
@@ -57,7 +64,7 @@ def test_a_killed_process_finds_what_was_served_a_delay_ago(spec: ModelSpec, wri
     after.idle_check()
 
 
-@pytest.mark.parametrize("write", [WritePolicy.SELECTIVE, WritePolicy.BACK, WritePolicy.ADAPTIVE])
+@pytest.mark.parametrize("write", [WritePolicy.SELECTIVE, WritePolicy.EXCLUSIVE])
 def test_without_it_what_memory_holds_is_not_stored(write: WritePolicy) -> None:
     here = rig(FULL_POINT, write, durable=False)
     here.serve(text(1, 4 * PAGE + 1))
@@ -79,12 +86,13 @@ def test_a_conversation_that_never_pauses_is_stored_within_two_delays(write: Wri
 @MODELS
 def test_the_next_turn_saves_what_is_new_and_not_all_of_its_path_again(spec: ModelSpec) -> None:
     """The host's copy of a path is for the way down: once it is stored it may leave, and is not made again."""
-    here, talk = rig(spec, WritePolicy.BACK), text(1, 40 * PAGE)
+    here, talk = rig(spec, WritePolicy.EXCLUSIVE), text(1, 40 * PAGE)
     here.serve(talk[: 20 * PAGE + 1])
     wait(here, DELAY_S)
     here.evict_all(Tier.HOST)
+    fill_host(here, but=12)
     before = here.cache.counters["save_pages"]
-    here.serve(talk[: 22 * PAGE + 1])
+    here.serve_without_audit(talk[: 22 * PAGE + 1])
     wait(here, DELAY_S)
     assert here.cache.counters["save_pages"] - before <= 2 + 2 + 1, "two pages, and a checkpoint"
     assert after_a_kill(here).serve_fetched(talk[: 22 * PAGE + 1]).store == 22 * PAGE
@@ -164,16 +172,20 @@ def test_what_the_store_refused_goes_down_at_its_next_use(write: WritePolicy) ->
 
 
 def test_what_has_a_time_to_live_is_not_copied_for_the_store() -> None:
-    here = rig(FULL_POINT, WritePolicy.BACK)
-    here.serve(text(1, 4 * PAGE + 1), ttl_s=1000.0)
-    assert not here.cache.counters["save_pages"]
+    here = rig(FULL_POINT, WritePolicy.EXCLUSIVE)
+    fill_host(here)
+    here.serve_without_audit(text(1, 4 * PAGE + 1), ttl_s=1000.0)
+    assert not here.cache.counters["save_skipped_no_room"]
+    here.serve_without_audit(text(2, 4 * PAGE + 1))
+    assert here.cache.counters["save_skipped_no_room"]
 
 
 @pytest.mark.parametrize("store", [None, MemoryStore()], ids=["no store", "a store that ends with the process"])
 def test_without_a_store_that_outlives_the_process_it_changes_nothing(store: MemoryStore | None) -> None:
-    here = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.BACK, store=store)
-    here.serve(text(1, 4 * PAGE + 1))
-    assert not here.cache.counters["save_pages"] and here.cache.store.resumable_after_s is None
+    here = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.EXCLUSIVE, store=store)
+    fill_host(here)
+    here.serve_without_audit(text(1, 4 * PAGE + 1))
+    assert not here.cache.counters["save_skipped_no_room"] and here.cache.store.resumable_after_s is None
 
 
 @POLICIES
@@ -199,13 +211,14 @@ def test_how_old_something_must_be_to_survive_a_kill_is_reported(delay_s: float 
 
 
 def test_what_is_exclusive_may_be_lost() -> None:
-    assert rig(FULL, WritePolicy.ADAPTIVE, durable=False).cache.store.resumable_after_s is None
+    assert rig(FULL, WritePolicy.EXCLUSIVE, durable=False).cache.store.resumable_after_s is None
 
 
 def test_what_waits_for_room_goes_on_waiting_when_the_end_of_it_leaves() -> None:
     """A long run leaves the device from its end: what is left of it is still to be stored."""
-    here, prompt = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.BACK, durable=True), text(1, 8 * PAGE + 1)
+    here, prompt = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.EXCLUSIVE, durable=True), text(1, 8 * PAGE + 1)
     here.serve(prompt)
+    here.evict_all(Tier.HOST)
     here.attach(LastingStore())
     (node,) = [node for node in here.tree.nodes() if node.parent is not None]
     link = here.cache._store_tier.link

@@ -1,4 +1,4 @@
-"""Under `adaptive` and `back` the store gets what leaves memory, and forgets first what memory has too."""
+"""Under `exclusive` the store gets what leaves memory, and forgets first what memory has too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODELS = [FULL, FULL_POINT]
 EARLY = 2  # nobody waits for a store that has not taken anything yet, so of a tier so small the first are lost
 
 
-def rig(spec=FULL_POINT, *, write: WritePolicy = WritePolicy.ADAPTIVE, pages: int = 24) -> Rig:  # type: ignore[no-untyped-def]
+def rig(spec=FULL_POINT, *, write: WritePolicy = WritePolicy.EXCLUSIVE, pages: int = 24) -> Rig:  # type: ignore[no-untyped-def]
     return Rig(spec, device_pages=pages, host_pages=pages, store=MemoryStore(), store_config=CONFIG, write=write)
 
 
@@ -70,10 +70,9 @@ def test_what_left_memory_comes_back_from_the_store(spec) -> None:  # type: igno
     here.idle_check()
 
 
-@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK])
 @pytest.mark.parametrize("spec", MODELS)
-def test_what_only_the_device_has_is_stored_when_the_cache_is_closed(spec, write) -> None:  # type: ignore[no-untyped-def]
-    here = rig(spec, write=write)
+def test_what_only_the_device_has_is_stored_when_the_cache_is_closed(spec) -> None:  # type: ignore[no-untyped-def]
+    here = rig(spec, write=WritePolicy.EXCLUSIVE)
     serve_many(here, range(8))
     prompts = [text(name, 4 * PAGE + 1) for name in range(8) if here.restore(text(name, 4 * PAGE + 1)) == 4 * PAGE]
     alone = [node for node in here.tree.nodes() if node.runs[Tier.DEVICE] and not node.runs[Tier.HOST]]
@@ -94,7 +93,7 @@ class Unlevelled(MemoryStore):
 
 def test_closing_stores_what_only_the_device_has_though_the_store_knows_no_levels() -> None:
     store = Unlevelled()
-    here = Rig(FULL_POINT, device_pages=64, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    here = Rig(FULL_POINT, device_pages=64, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     serve_many(here, range(8))
     link = here.cache._store_tier.link
     assert link is not None and not link.is_late
@@ -105,7 +104,7 @@ def test_closing_stores_what_only_the_device_has_though_the_store_knows_no_level
 
 
 def test_closing_ends_though_the_host_never_has_room_for_what_the_device_has() -> None:
-    here = Rig(FULL, device_pages=64, host_pages=8, store=MemoryStore(), store_config=CONFIG, write=WritePolicy.BACK)
+    here = Rig(FULL, device_pages=64, host_pages=8, store=MemoryStore(), store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     here.serve(text(1, 40 * PAGE + 1))
     here.cache.close()
     assert here.state.counters["backup_dropped_no_room"] == 1, "it was not even tried"
@@ -167,14 +166,14 @@ def filled(prompt: list[int]) -> MemoryStore:
 
 def test_a_prompt_of_more_than_half_the_host_is_fetched_while_nobody_else_fetches() -> None:
     prompt = text(1, 40 * PAGE + 1)
-    here = Rig(FULL, device_pages=64, host_pages=64, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    here = Rig(FULL, device_pages=64, host_pages=64, store=filled(prompt), store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     assert here.serve_fetched(prompt).store == 40 * PAGE
     here.idle_check()
 
 
 def test_a_prompt_that_the_device_cannot_hold_is_not_fetched() -> None:
     prompt = text(1, 40 * PAGE + 1)
-    here = Rig(FULL, device_pages=32, host_pages=256, store=filled(prompt), store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    here = Rig(FULL, device_pages=32, host_pages=256, store=filled(prompt), store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     ticket = here.fetched(prompt)
     assert not ticket.asked and not here.used(Tier.HOST, Kind.PREFIX)
     assert here.cache.counters["prefetch_skipped_too_large"] == 1
@@ -272,10 +271,9 @@ def test_a_checkpoint_is_stored_with_what_it_shares_with_one_that_is_expendable(
     assert after.serve_fetched(prompt).store == 5 * PAGE
 
 
-@pytest.mark.parametrize("write", [WritePolicy.ADAPTIVE, WritePolicy.BACK])
-def test_what_has_a_time_to_live_never_reaches_the_store(write: WritePolicy) -> None:
+def test_what_has_a_time_to_live_never_reaches_the_store() -> None:
     """Neither its pages nor its checkpoints, though those would find their pages in memory."""
-    here = rig(write=write)
+    here = rig(write=WritePolicy.EXCLUSIVE)
     for name in range(12):
         here.clock.advance(1)
         here.serve(text(name, 4 * PAGE + 1), ttl_s=1000.0)
@@ -339,7 +337,7 @@ def _found_beside_many() -> tuple[int, int]:
     """
     path_bytes = 4 * FULL.object_bytes(Kind.PREFIX)
     store = MemoryStore(24 * path_bytes)
-    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.ADAPTIVE)
+    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     found = 0
     for turn in range(12):
         for name in range(20):
@@ -404,7 +402,7 @@ class Away(Wrapper):
 
 @pytest.mark.parametrize("store", [Away(MemoryStore(1 << 20)), Unlevelled(1 << 20), MemoryStore(0), MemoryStore()])
 def test_a_store_of_which_nobody_knows_how_much_it_keeps_is_attached_and_given_everything(store: Store) -> None:
-    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.BACK)
+    here = Rig(FULL, device_pages=24, host_pages=24, store=store, store_config=CONFIG, write=WritePolicy.EXCLUSIVE)
     serve_many(here, range(20))
     assert here.cache.counters["backup_skipped_worth_less"] == 0
     here.idle_check()

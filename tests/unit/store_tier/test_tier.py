@@ -421,7 +421,7 @@ def test_the_line_has_an_end() -> None:
 
 def test_write_back_stores_what_the_host_gives_up() -> None:
     store = MemoryStore()
-    here = Rig(HYBRID, device_pages=64, host_pages=192, store=store, write=WritePolicy.BACK)
+    here = Rig(HYBRID, device_pages=64, host_pages=192, store=store, write=WritePolicy.EXCLUSIVE)
     prompts = [text(name, 10 * PAGE + 1) for name in range(32)]
     for prompt in prompts:
         here.serve(prompt)

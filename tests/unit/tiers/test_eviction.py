@@ -39,16 +39,17 @@ def test_no_more_pages_go_than_are_short() -> None:
 
 
 def _full_of_unsaved() -> Rig:
-    """Under write-back: twelve prompts of five pages, one after the other, on a device of 64."""
-    rig = Rig(FULL, device_pages=64, host_pages=256, write=WritePolicy.BACK)
+    """Under `exclusive`: twelve prompts of five pages, one after the other, on a device of 64 that alone has them."""
+    rig = Rig(FULL, device_pages=64, host_pages=256, write=WritePolicy.EXCLUSIVE)
     for name in range(12):
         rig.clock.advance(1)
         rig.serve(text(name, 4 * 5))
+    rig.evict_all(Tier.HOST)
     return rig
 
 
 def test_little_more_is_saved_than_is_short() -> None:
-    """Under write-back room has to be waited for: what is on its way already is not asked for again."""
+    """Under `exclusive` memory has to be waited for: what is on its way already is not asked for again."""
     rig = _full_of_unsaved()
     need = {Kind.PREFIX: 64 - rig.used(Tier.DEVICE, Kind.PREFIX) + 6}
     for _ in range(10):

@@ -144,7 +144,7 @@ def test_a_held_order_is_as_one_found_anew(
 def test_the_same_where_some_is_saved_first(
     monkeypatch: pytest.MonkeyPatch, model: str, host_pages: int
 ) -> None:  # fmt: skip
-    assert same_either_way(monkeypatch, model, 3, host_pages=host_pages, write=WritePolicy.ADAPTIVE, listens=True) > 10
+    assert same_either_way(monkeypatch, model, 3, host_pages=host_pages, write=WritePolicy.EXCLUSIVE, listens=True) > 10
 
 
 def test_no_more_leave_than_are_needed_once_a_slab_empties() -> None:

@@ -133,5 +133,5 @@ def test_a_store_brings_pages_back_whole() -> None:
 def test_rows_need_a_host_that_everything_is_written_through_to() -> None:
     with pytest.raises(ConfigError, match="both device_bytes and host_bytes"):
         build_cache(SPILLING, CacheConfig(device_bytes=1 << 20))
-    with pytest.raises(ConfigError, match="'through', not 'back'"):
-        build_cache(SPILLING, CacheConfig(device_bytes=1 << 20, host_bytes=1 << 20, write=WritePolicy.BACK))
+    with pytest.raises(ConfigError, match="'through', not 'exclusive'"):
+        build_cache(SPILLING, CacheConfig(device_bytes=1 << 20, host_bytes=1 << 20, write=WritePolicy.EXCLUSIVE))

@@ -102,7 +102,7 @@ def test_a_page_that_was_not_reserved_for_the_token_is_refused() -> None:
 
 def test_a_plan_that_is_made_anew_takes_no_second_page_under_write_back() -> None:
     """There the page for a checkpoint is taken with those for the tokens before it."""
-    rig = Rig(FULL_POINT, host_pages=64, write=WritePolicy.BACK)
+    rig = Rig(FULL_POINT, host_pages=64, write=WritePolicy.EXCLUSIVE)
     lease = rig.ready(text(1, 17))
     for _ in range(3):
         rig.cache.grow(lease, 16)

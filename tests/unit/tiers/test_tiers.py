@@ -40,9 +40,10 @@ def test_selective_saves_at_the_second_use() -> None:
 
 
 def test_write_back_saves_when_the_device_needs_the_room() -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=64, write=WritePolicy.BACK)
+    rig = Rig(FULL, device_pages=16, host_pages=64, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 29))
     rig.serve(text(2, 29))
+    rig.evict_all(Tier.HOST)
     assert rig.cache.stats().tier(Tier.HOST).used_bytes == 0
     with pytest.raises(NoRoom) as refusal:
         rig.open(text(3, 29))
@@ -54,7 +55,7 @@ def test_write_back_saves_when_the_device_needs_the_room() -> None:
 
 
 def test_write_back_gives_up_when_the_host_is_full_instead_of_blocking() -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=1, write=WritePolicy.BACK)
+    rig = Rig(FULL, device_pages=16, host_pages=1, write=WritePolicy.EXCLUSIVE)
     for name in range(6):
         rig.serve(text(name, 29))
     assert rig.cache.counters["save_skipped_no_room"] > 0

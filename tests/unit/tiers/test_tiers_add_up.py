@@ -15,8 +15,6 @@ from stepwell.tree.node import ABSENT, Residency, Run
 from stepwell.tree.tails import Tail
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 
-SAVING_LATE = [WritePolicy.ADAPTIVE, WritePolicy.BACK]
-
 
 def _repeated_pages(rig: Rig) -> int:
     """Pages that both tiers have."""
@@ -24,23 +22,22 @@ def _repeated_pages(rig: Rig) -> int:
     return sum(int(np.count_nonzero((a.ids != ABSENT) & (b.ids != ABSENT))) for a, b in pairs if a is not None and b is not None)
 
 
-def test_adaptive_saves_at_commit_while_the_host_has_room() -> None:
-    rig = Rig(HYBRID, host_pages=64, write=WritePolicy.ADAPTIVE)
+def test_exclusive_saves_at_commit_while_the_host_has_room() -> None:
+    rig = Rig(HYBRID, host_pages=64, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 17))
     assert rig.used(Tier.HOST, Kind.PREFIX) == 4 and rig.used(Tier.HOST, Kind.POINT) == 1
 
 
-def test_adaptive_evicts_nothing_from_the_host_for_what_stays_on_the_device() -> None:
-    rig = Rig(FULL, device_pages=64, host_pages=8, write=WritePolicy.ADAPTIVE)
+def test_exclusive_evicts_nothing_from_the_host_for_what_stays_on_the_device() -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=8, write=WritePolicy.EXCLUSIVE)
     for name in range(4):
         rig.serve(text(name, 29))
     assert rig.cache.counters["evicted_host_pages"] == 0
     assert rig.cache.counters["evicted_device_pages"] == 0
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_two_tiers_hold_what_one_of_both_sizes_would(write: WritePolicy) -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=16, write=write)
+def test_two_tiers_hold_what_one_of_both_sizes_would() -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.EXCLUSIVE)
     prompts = [text(name, 17) for name in range(7)]  # 4 pages each that can be resumed from
     for prompt in prompts:
         rig.clock.advance(1)
@@ -57,9 +54,8 @@ def test_write_through_holds_what_the_larger_tier_has_room_for() -> None:
     assert sum(rig.restore(prompt) == 16 for prompt in prompts) <= 4
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_the_host_gives_up_what_the_device_has_too_before_what_it_has_alone(write: WritePolicy) -> None:
-    rig = Rig(FULL, device_pages=24, host_pages=16, write=write)
+def test_the_host_gives_up_what_the_device_has_too_before_what_it_has_alone() -> None:
+    rig = Rig(FULL, device_pages=24, host_pages=16, write=WritePolicy.EXCLUSIVE)
     for name in range(4):
         rig.clock.advance(1)
         rig.serve(text(name, 17))
@@ -75,9 +71,10 @@ def test_the_host_gives_up_what_the_device_has_too_before_what_it_has_alone(writ
 @pytest.mark.parametrize("spec", ALL_MODELS)
 def test_of_a_long_prompt_no_more_goes_down_than_its_room_is_needed_for(spec: str) -> None:
     """The rest stays on the device: on the host it would be a mere repetition."""
-    rig = Rig(ALL_MODELS[spec], device_pages=256, host_pages=256, write=WritePolicy.BACK)
+    rig = Rig(ALL_MODELS[spec], device_pages=256, host_pages=256, write=WritePolicy.EXCLUSIVE)
     prompt = text(1, 96 * PAGE + 1)
     rig.serve(prompt)
+    rig.evict_all(Tier.HOST)
     before, on_device = rig.restore(prompt), rig.used(Tier.DEVICE, Kind.PREFIX)
     while make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: rig.state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) - 92}).waiting:
         rig.settle()
@@ -88,7 +85,7 @@ def test_of_a_long_prompt_no_more_goes_down_than_its_room_is_needed_for(spec: st
 
 
 def test_a_checkpoint_that_the_device_has_too_leaves_the_host_first() -> None:
-    rig = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL_POINT, device_pages=64, host_pages=64, write=WritePolicy.EXCLUSIVE)
     for name in (1, 2):
         rig.clock.advance(1)
         rig.serve(text(name, 17))
@@ -103,10 +100,9 @@ def test_a_checkpoint_that_the_device_has_too_leaves_the_host_first() -> None:
 
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_branches_on_the_host_keep_the_trunk_they_stand_on(spec: str, write: WritePolicy) -> None:
+def test_branches_on_the_host_keep_the_trunk_they_stand_on(spec: str) -> None:
     """A page that only the device has, with host pages behind it, is saved before it leaves the device."""
-    rig = Rig(ALL_MODELS[spec], device_pages=40, host_pages=64, write=write)
+    rig = Rig(ALL_MODELS[spec], device_pages=40, host_pages=64, write=WritePolicy.EXCLUSIVE)
     trunk = text(1, 16)
     for branch in range(2, 6):
         rig.clock.advance(1)
@@ -120,7 +116,7 @@ def test_branches_on_the_host_keep_the_trunk_they_stand_on(spec: str, write: Wri
 
 
 def test_what_is_worth_less_than_all_on_the_host_is_not_saved() -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL, device_pages=16, host_pages=16, write=WritePolicy.EXCLUSIVE)
     for name in range(4):
         rig.serve(text(name, 17), priority=10)
     rig.evict_all(Tier.DEVICE)
@@ -132,10 +128,9 @@ def test_what_is_worth_less_than_all_on_the_host_is_not_saved() -> None:
     assert [rig.restore(text(name, 17)) for name in range(4)] == [16] * 4
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_a_checkpoint_waits_for_room_that_is_on_its_way(write: WritePolicy) -> None:
+def test_a_checkpoint_waits_for_room_that_is_on_its_way() -> None:
     """A request that goes on after a checkpoint gets the page for that before it computes, where it may wait."""
-    rig = Rig(FULL_POINT, device_pages=16, host_pages=200, write=write)
+    rig = Rig(FULL_POINT, device_pages=16, host_pages=200, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 33))
     lease = rig.ready(text(2, 17), hints=(8,))
     rig.prefill(lease)
@@ -146,7 +141,7 @@ def test_a_checkpoint_waits_for_room_that_is_on_its_way(write: WritePolicy) -> N
 
 
 def test_a_spare_page_is_given_back_by_a_request_that_ends_early() -> None:
-    rig = Rig(FULL_POINT, device_pages=32, host_pages=32, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL_POINT, device_pages=32, host_pages=32, write=WritePolicy.EXCLUSIVE)
     lease = rig.ready(text(1, 17))
     rig.cache.grow(lease, 16)
     assert len(lease.spare_points) == 1
@@ -155,18 +150,16 @@ def test_a_spare_page_is_given_back_by_a_request_that_ends_early() -> None:
     assert rig.used(Tier.DEVICE, Kind.POINT) == 0
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_saves_of_things_worth_the_same_do_not_chase_each_other(write: WritePolicy) -> None:
+def test_saves_of_things_worth_the_same_do_not_chase_each_other() -> None:
     """What was saved last left the device last and the host first: each save undid the one before, and room never came."""
-    rig = Rig(HYBRID, device_pages=64, host_pages=192, write=write, store=MemoryStore())
+    rig = Rig(HYBRID, device_pages=64, host_pages=192, write=WritePolicy.EXCLUSIVE, store=MemoryStore())
     for name in range(32):  # the clock stands still
         rig.serve(text(name, 41))
     rig.idle_check()
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repetition(write: WritePolicy) -> None:
-    rig = Rig(FULL, device_pages=16, host_pages=8, write=write)
+def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repetition() -> None:
+    rig = Rig(FULL, device_pages=16, host_pages=8, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 17))
     rig.evict_all(Tier.HOST)
     assert rig.used(Tier.HOST, Kind.PREFIX) == 0
@@ -185,10 +178,9 @@ def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repe
 
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_nobody_waits_for_a_store_that_never_answers(spec: str, write: WritePolicy) -> None:
+def test_nobody_waits_for_a_store_that_never_answers(spec: str) -> None:
     """Room below may be on its way to a store that hangs: requests go on all the same, also before anything times out."""
-    rig = Rig(ALL_MODELS[spec], device_pages=48, host_pages=64, write=write, store=MemoryStore())
+    rig = Rig(ALL_MODELS[spec], device_pages=48, host_pages=64, write=WritePolicy.EXCLUSIVE, store=MemoryStore())
 
     def patiently(act: Callable[[], None]) -> None:
         for _ in range(10):
@@ -224,9 +216,8 @@ def _answer_copies(rig: Rig) -> None:
         rig.cache.step()
 
 
-@pytest.mark.parametrize("write", SAVING_LATE)
-def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it(write: WritePolicy) -> None:
-    rig = Rig(FULL, device_pages=64, host_pages=64, write=write)
+def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it() -> None:
+    rig = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.EXCLUSIVE)
     trunk, branch = text(1, 16), [*text(1, 16), *text(2, 9)]
     for prompt in ([*trunk, *text(3, 9)], branch):
         rig.serve(prompt)
@@ -250,7 +241,7 @@ def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it(write:
 
 def test_a_request_that_has_the_device_to_itself_is_not_refused_for_a_spare_page() -> None:
     """Its last page fits where no other would: it goes on, and leaves no checkpoint."""
-    rig = Rig(FULL_POINT, device_pages=6, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL_POINT, device_pages=6, host_pages=64, write=WritePolicy.EXCLUSIVE)
     with rig.ready(text(1, 20)) as lease:
         assert rig.used(Tier.DEVICE, Kind.PREFIX) + rig.used(Tier.DEVICE, Kind.POINT) == 6
         rig.cache.grow(lease, 16)
@@ -262,7 +253,7 @@ def test_a_request_that_has_the_device_to_itself_is_not_refused_for_a_spare_page
 
 
 def test_room_that_never_comes_takes_the_spare_page_back() -> None:
-    rig = Rig(FULL_POINT, device_pages=8, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL_POINT, device_pages=8, host_pages=64, write=WritePolicy.EXCLUSIVE)
     with rig.ready(text(1, 17)) as lease:
         rig.cache.grow(lease, 16)
         assert len(lease.spare_points) == 1
@@ -274,7 +265,7 @@ def test_room_that_never_comes_takes_the_spare_page_back() -> None:
 
 
 def test_a_failed_grow_gives_no_spare_page() -> None:
-    rig = Rig(FULL_POINT, device_pages=12, host_pages=64, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL_POINT, device_pages=12, host_pages=64, write=WritePolicy.EXCLUSIVE)
     rig.serve(text(1, 17))
     with rig.ready(text(2, 17)) as lease:
         rig.cache.append(lease, text(3, 12))
@@ -287,7 +278,7 @@ def test_a_failed_grow_gives_no_spare_page() -> None:
 
 
 def test_a_repeated_trunk_may_leave_the_host_whatever_stands_on_it_there() -> None:
-    rig = Rig(FULL, device_pages=32, host_pages=32, write=WritePolicy.ADAPTIVE)
+    rig = Rig(FULL, device_pages=32, host_pages=32, write=WritePolicy.EXCLUSIVE)
     trunk = text(1, 16)
     rig.serve([*trunk, *text(2, 17)])
     rig.evict_all(Tier.DEVICE)
@@ -299,10 +290,11 @@ def test_a_repeated_trunk_may_leave_the_host_whatever_stands_on_it_there() -> No
 
 
 def test_a_stem_that_was_to_leave_the_device_and_is_used_may_leave_the_host_though_branches_stand_on_it_there() -> None:
-    rig = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.BACK)
+    rig = Rig(FULL, device_pages=64, host_pages=64, write=WritePolicy.EXCLUSIVE)
     stem = text(0, 16)
     for name in (1, 2):
         rig.serve([*stem, *text(name, 17)])
+    rig.evict_all(Tier.HOST)
     for _ in range(2):  # the branches are saved and leave; then the stem is saved
         rig.evict_idle(Tier.DEVICE)
         rig.settle()

@@ -157,7 +157,7 @@ bench-gpu: $(STAMP) ## The engine on a GPU, compared with the hardware and trans
 bench-connectors: $(STAMP) ## Prompts resumed under vLLM and SGLang (ARGS="--engines vllm")
 	@$(BIN)/python benchmarks/bench_connectors.py $(ARGS)
 
-bench-sparse: $(STAMP) ## Sparse decode: rows missing, fetching them, what a server gains (ARGS="--only misses")
+bench-sparse: $(STAMP) ## Sparse decode in a server, with rows on the host and without (GPU)
 	@$(BIN)/python benchmarks/bench_sparse.py $(ARGS)
 
 bench-ranks: $(STAMP) ## The cost of messages to two ranks

@@ -95,7 +95,7 @@ class Shares:
 
 
 def shares_of(spans: Sequence[Span], *, steps: int) -> Shares:
-    """Of one of so many steps. Kernels are told apart by their names."""
+    """Of one of `steps` steps. Kernels are recognised by their names."""
     took = [(span.name, (span.stop - span.start) / steps) for span in spans]
     return Shares(
         kernels=sum(us for _, us in took),

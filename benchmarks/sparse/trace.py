@@ -1,17 +1,15 @@
-"""Selections like those of a sparse-attention model, without one; and how many rows each way of replacing slots would fetch.
+"""Selections like those of a sparse-attention model, without a model; and how many rows a step fetches with them.
 
     score of a position   static + slow + fast + noise: each normal, the middle two change from step to step; static and slow are
                           alike for neighbours, so that selections come in spans
     selected              the first few positions, the last ones, and the best of the others; one position more each step
 
-The figures of `STEADY` and `HARD` were fitted to published miss counts of DeepSeek-V3.2, and with a longer context `STEADY` meets
-those of GLM-5.1. Belady's rule knows the future and is the least that any rule can fetch. Needs NumPy only. Axes: N steps,
-K positions selected, T positions.
+The figures of `STEADY` were fitted to published miss counts of DeepSeek-V3.2, and with a longer context they meet those of
+GLM-5.1. Needs NumPy only. Axes: N steps, K positions selected, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +21,7 @@ Positions = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
-    """What scores are made of: how strong each part is, and how much of it stays from one step to the next."""
+    """The parts of scores: how strong each is, and how much of it stays from one step to the next."""
 
     static: float
     slow: float
@@ -37,7 +35,6 @@ class Latent:
 
 
 STEADY = Latent(static=1.0, slow=1.0, slow_stays=0.99, fast=0.5, fast_stays=0.7, noise=0.15)
-HARD = Latent(static=1.0, slow=1.0, slow_stays=0.995, fast=0.6, fast_stays=0.6, noise=0.25)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,16 +42,9 @@ class Trace:
     position_NK: Positions  # ascending
     score_NT: Floats | None  # -inf for positions that are not there yet; kept if asked for
 
-    @property
-    def overlap(self) -> float:
-        """The share of a selection that was in the one before."""
-        pairs = zip(self.position_NK[:-1], self.position_NK[1:], strict=True)
-        kept = [len(np.intersect1d(a, b, assume_unique=True)) for a, b in pairs]
-        return float(np.mean(kept) / self.position_NK.shape[1])
-
 
 def make_trace(latent: Latent, *, context: int, steps: int, count: int = 2048, seed: int = 0, scores: bool = False) -> Trace:
-    """Selections of one layer of one request, from a context of so many tokens on."""
+    """Selections of one layer of one request, from `context` tokens on."""
     random, length = np.random.default_rng(seed), context + steps
     assert count >= latent.first + latent.last and count <= context, f"{count=} {context=}"
     static, slow, fast = _alike(random, length, latent.span), _alike(random, length, latent.span), _normal(random, length)
@@ -88,69 +78,26 @@ def _moved(old: Floats, new: Floats, stays: float) -> Floats:
     return moved
 
 
-# ---- ways of replacing ------------------------------------------------------------------------------
-
-Worth = Callable[[int, Positions, Positions], None]  # told of each step: its selection, and what was missing of it
+# ---- rows that are missing --------------------------------------------------------------------------
 
 
-def count_misses(trace: Trace, *, hot_rows: int, policy: str, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Rows that each step fetches with so many slots: by `lru`, `fifo`, `random`, `score` (needs scores) or `belady`."""
+def count_misses(trace: Trace, *, hot_rows: int, policy: str) -> npt.NDArray[np.int64]:
+    """Rows that each step fetches with `hot_rows` slots, which replace by `lru` or by `score` (needs scores)."""
     steps, count = trace.position_NK.shape
     assert hot_rows >= count, f"{hot_rows} slots cannot hold a selection of {count}"
+    assert policy == "lru" or trace.score_NT is not None, "the trace was made without scores"
     worth_T = np.zeros(int(trace.position_NK.max()) + 1)
-    told = _rules(trace, worth_T, seed)[policy]
     held_T, missed_N = np.zeros(len(worth_T), bool), np.zeros(steps, np.int64)
     for step, selected in enumerate(trace.position_NK):
-        missing = selected[~held_T[selected]]
-        told(step, selected, missing)
-        _hold(held_T, selected, worth_T, hot_rows)
-        missed_N[step] = len(missing)
+        missed_N[step] = np.count_nonzero(~held_T[selected])
+        if policy == "lru":
+            worth_T[selected] = step
+        elif trace.score_NT is not None:
+            worth_T[:] = trace.score_NT[step, : len(worth_T)]
+        over = np.count_nonzero(held_T) + missed_N[step] - hot_rows
+        if over > 0:  # the least worth is replaced
+            held_T[selected] = False
+            idle = np.flatnonzero(held_T)
+            held_T[idle[np.argsort(worth_T[idle], kind="stable")[:over]]] = False
+        held_T[selected] = True
     return missed_N
-
-
-def _hold(
-    held_T: npt.NDArray[np.bool_], wanted: npt.NDArray[np.integer], worth_T: npt.NDArray[np.floating], hot_rows: int
-) -> None:  # fmt: skip
-    """What is wanted is held from now on. Of the rest what is worth least goes, where there are too few slots."""
-    over = np.count_nonzero(held_T) + np.count_nonzero(~held_T[wanted]) - hot_rows
-    if over > 0:
-        held_T[wanted] = False
-        idle = np.flatnonzero(held_T)
-        held_T[idle[np.argsort(worth_T[idle], kind="stable")[:over]]] = False
-    held_T[wanted] = True
-
-
-def _rules(trace: Trace, worth_T: npt.NDArray[np.float64], seed: int) -> dict[str, Worth]:
-    """Each keeps `worth_T` of what is held: the lowest goes first."""
-    random = np.random.default_rng(seed)
-
-    def lru(step: int, selected: Positions, missing: Positions) -> None:
-        worth_T[selected] = step
-
-    def fifo(step: int, selected: Positions, missing: Positions) -> None:
-        worth_T[missing] = step
-
-    def anyhow(step: int, selected: Positions, missing: Positions) -> None:
-        worth_T[:] = random.random(len(worth_T))
-
-    def score(step: int, selected: Positions, missing: Positions) -> None:
-        assert trace.score_NT is not None, "the trace was made without scores"
-        worth_T[:] = trace.score_NT[step, : len(worth_T)]
-
-    next_NK: list[npt.NDArray[np.int64]] = []
-
-    def belady(step: int, selected: Positions, missing: Positions) -> None:
-        if not next_NK:
-            next_NK.extend(_next_uses(trace.position_NK, len(worth_T)))
-        worth_T[selected] = -next_NK[step]
-
-    return {"lru": lru, "fifo": fifo, "random": anyhow, "score": score, "belady": belady}
-
-
-def _next_uses(position_NK: Positions, length: int) -> list[npt.NDArray[np.int64]]:
-    """The next step that selects each position again, for every selection."""
-    next_T, uses = np.full(length, len(position_NK), np.int64), []
-    for step in range(len(position_NK) - 1, -1, -1):
-        uses.append(next_T[position_NK[step]])
-        next_T[position_NK[step]] = step
-    return uses[::-1]

@@ -18,50 +18,19 @@ import torch
 import bench_sparse
 from gpu.device_time import Span, longest
 from report import KernelTime, Row, kernels_of
-from sparse.rig import Rig, Shape, trace_of
 from sparse.served import Shares, shares_of
-from sparse.trace import count_misses
 from sparse.traced import TRACES, TracedSelect, Traces
 from stepwell.engine.ops.selection import Picked
 from stepwell.engine.passes.paging import Singles
 
-Rows = list[dict[str, Any]]
-
-
-def measured(part: str, directory: Path, *more: str) -> Rows:
-    file = directory / "found.json"
-    assert bench_sparse.main(["--tiny", "--only", part, "--json", str(file), *more]) == 0
-    found = json.loads(file.read_text())
-    assert found["tiny"] and [*found["parts"]] == [part]
-    rows: Rows = found["parts"][part]
-    return rows
-
-
-def test_misses_of_a_tiny_trace_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = measured("misses", tmp_path)
-    assert len(rows) == 12 and all(row["figures"]["belady, %"] > 0 for row in rows)
-    assert "written to found.json" in capsys.readouterr().out
-
-
-def test_times_of_a_tiny_shape_are_measured(tmp_path: Path) -> None:
-    rows = measured("times", tmp_path)
-    assert len(rows) == 4 and all(row["figures"]["rows"] > 0 for row in rows[1:])
-
-
-def test_a_rig_misses_what_a_request_does_that_goes_on_along_the_trace() -> None:
-    """Played again and again, its steps do not jump back."""
-    shape = Shape(layers=1, page_rows=64, row_bytes=16, count=240, hot_rows=512, context=4096, host_bytes=1 << 22)
-    exact = count_misses(trace_of(shape), hot_rows=shape.hot_rows, policy="score")[64:].mean()
-    assert Rig(shape, 1).seconds(fetch=True)[1] == pytest.approx(exact, rel=0.1)
-
-
-# ---- whole engines ------------------------------------------------------------------------------------
-
 
 def test_of_requests_with_rows_on_the_host_more_fit(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    rows = measured("serving", tmp_path)
-    assert [row["note"] for row in rows] == [""] * 8
+    file = tmp_path / "found.json"
+    assert bench_sparse.main(["--tiny", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    rows = found["parts"]["serving"]
+    assert found["tiny"] and [row["note"] for row in rows] == [""] * 8
     assert all(row["figures"]["tokens/s"] > 0 for row in rows)
     full, hierarchical = (row["figures"] for row in rows if row["what"].startswith("512") and row["what"].endswith("largest"))
     assert hierarchical["batch"] > full["batch"] > 2

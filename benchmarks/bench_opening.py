@@ -1,4 +1,4 @@
-"""How long a log of a million values takes to open: after an orderly end, and after `kill -9` with much written since a snapshot.
+"""Seconds to open a log of a million values: after an orderly end, and after `kill -9` with much written since a snapshot.
 
     make bench-opening       about 2 minutes, 5 GB of disk; prints the table, writes bench-opening.json
 
@@ -8,7 +8,6 @@ Every opening is a process of its own; the one that is killed has written batche
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -19,22 +18,20 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from report import ROOT, Goal, Row, goals_of, machine, table_of, write
 from stepwell.store.api import Space, Store, Write
 from stepwell.store.registry import open_store
 from stepwell.store.seal import seal
 
-ROOT = Path(__file__).parents[1]
 SPACE = Space(digest=b"bench-opening".ljust(32, b"."), label="bench")
+VALUES, ROUNDS = 1_000_000, 3  # in the log; openings of each kind
 VALUE_BYTES, BATCH = 4096, 128
 LIVES = (("an orderly end", 0, 0, 2.0), ("kill -9, batches of 8", 8, 100_000, 10.0), ("kill -9, batches of 1", 1, 20_000, 10.0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--values", type=int, default=1_000_000, help="in the log (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="openings of each kind (default: %(default)s)")
     parser.add_argument("--directory", type=Path, default=ROOT / "build", help="on the disk to measure (default: build)")
     parser.add_argument("--life", nargs=3, metavar=("LOG", "BATCH", "VALUES"), help=argparse.SUPPRESS)  # of a process of its own
     args = parser.parse_args()
@@ -44,25 +41,18 @@ def main() -> None:
     console, rows = Console(width=100), []
     args.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-opening-", dir=args.directory) as directory:
-        console.print(f"writing {args.values:,} values of 4 KiB ...")
-        _fill(directory, args.values)
-        table = Table(title=f"Opening a log of {args.values:,} values", title_justify="left")
-        for head in ("after", "seconds", "of each round", "goal"):
-            table.add_column(head, justify="left" if head == "after" else "right")
+        console.print(f"writing {VALUES:,} values of 4 KiB ...")
+        _fill(directory, VALUES)
         for name, batch, values, goal_s in LIVES:
             took = []
-            for _ in range(args.rounds):
+            for _ in range(ROUNDS):
                 if batch:
                     _child(directory, batch, values)
                 took.append(_child(directory, 0, 0))
-            rows.append({"after": name, "seconds": took, "goal_s": goal_s})
-            table.add_row(name, f"{statistics.median(took):.2f}", " ".join(f"{each:.2f}" for each in took), f"{goal_s:g}")
-            console.print(f"{name}: {statistics.median(took):.2f} s")
-        console.print(table)
-    for row in rows:
-        met = statistics.median(row["seconds"]) <= row["goal_s"]
-        console.print(f"{'met    ' if met else 'MISSED '} after {row['after']}: goal {row['goal_s']:g} s")
-    (ROOT / "bench-opening.json").write_text(json.dumps(rows, indent=1) + "\n")
+            figures = {"seconds": statistics.median(took), "of each round": " ".join(f"{each:.2f}" for each in took)}
+            rows.append(Row(what=name, figures=figures, goal=Goal(value=statistics.median(took), limit=goal_s, most=True)))
+    console.print(table_of(f"Opening a log of {VALUES:,} values", rows), goals_of({"opening": rows}))
+    write(ROOT / "bench-opening.json", {"machine": machine(), "rows": [row.as_json() for row in rows]})
 
 
 def _fill(directory: str, values: int) -> None:

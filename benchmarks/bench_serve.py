@@ -1,9 +1,8 @@
-"""The server as its users meet it: `stepwell serve` over HTTP, requests that do not wait for each other, clients that leave.
+"""`stepwell serve` under load over HTTP: requests that do not wait for each other, and clients that leave.
 
     make bench-serve                          some 10 minutes on 2 cores; prints tables, writes bench-serve.json
     make bench-serve ARGS="--quick"           under 2 minutes
-    make bench-serve ARGS="--trace FILE"      a slice of a trace instead of made-up agents
-    make bench-serve ARGS="--control"         the case without reuse twice: what rounding alone changes in answers
+    make bench-serve ARGS="--control"         the case without reuse twice: how rounding alone changes answers
 
 Three cases play the same load in the same run, part by part in turns, so that what else the machine does hits all of them:
 `tiers` (device, host and a log), `device` (the same device memory alone), `none` (nothing is reused). Arrivals are open loop: a
@@ -14,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -25,49 +22,50 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from report import machine
-from serve.arrivals import Arrival, Load, from_file, made_up
+from report import ROOT, machine, write
+from serve.arrivals import Arrival, Load, made_up
 from serve.figures import OUTCOMES, PERCENTILES, different, fell_behind, figures
 from serve.open_loop import Played, client, play
 from stepwell.cli.demo.server import serving
 from stepwell.cli.main import build_parser
 from stepwell.engine.building.settings import EngineConfig, device_of
 
-ROOT = Path(__file__).parents[1]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {  # by name: the server that is asked, and what every request says
     "tiers": ("tiered", {}),
     "device": ("plain", {}),
     "none": ("plain", {"use_cache": False}),
 }
-AGAIN = {"again": CASES["none"]}  # nothing is reused in either, so where they differ no cache had a hand in it
+AGAIN = {"again": CASES["none"]}  # nothing is reused in either, so no cache causes their differences
+RATE, LEAVING = 0.1, 0.08  # requests a second of one client; the share of clients that leave
+HOST_MEMORY, STORE_BUDGET = "128MiB", "1GiB"  # of the server with tiers
+USUAL = {"clients": [1, 4, 16, 64], "seconds": 30.0, "rounds": 3, "longest": 4000, "answer": 64, "device_memory": "24MiB"}
+QUICK = {"clients": [1, 8, 64], "seconds": 6.0, "rounds": 2, "longest": 1000, "answer": 24, "device_memory": "8MiB"}
 
 
 def main() -> int:
     args = _arguments()
     console = Console(width=None if sys.stdout.isatty() else 150)
-    loads = {
-        clients: Load(
-            clients=clients, rate=args.rate, seconds=args.seconds, longest=args.longest, answer_tokens=args.answer,
-            leaving=args.leaving, seed=args.seed + clients,
+    loads = [
+        Load(
+            clients=clients, rate=RATE, seconds=args.seconds, longest=args.longest, answer_tokens=args.answer, leaving=LEAVING,
+            seed=clients,
         )
         for clients in args.clients
-    }  # fmt: skip
-    arrivals = {clients: list(_arrivals(args.trace, load, at)) for at, (clients, load) in enumerate(loads.items())}
+    ]  # fmt: skip
+    arrivals = {
+        load.clients: made_up(load) for load in loads
+    }  # each level has requests of its own, so that every one begins cold
     cases = CASES | AGAIN if args.control else CASES
     started = time.monotonic()
     with TemporaryDirectory(prefix="bench-serve-") as directory, ExitStack() as stack:
         console.print("two servers start ...")
         addresses = _start(args, Path(directory), stack)
-        with _progress(console) as progress:
-            task = progress.add_task("", total=len(cases) * sum(map(len, arrivals.values())))
-            played = {}
-            for clients, asked in arrivals.items():
-                progress.update(task, description=f"{clients} clients")
-                level = _level(addresses, cases, asked, args.rounds, clients, lambda: progress.advance(task))
-                played[clients] = asyncio.run(level)
+        played = {}
+        for clients, asked in arrivals.items():
+            console.print(f"{clients} clients, {len(asked)} requests in {len(cases)} cases ...")
+            played[clients] = asyncio.run(_level(addresses, cases, asked, args.rounds, clients))
     results = [
         {"clients": clients, "case": case, **figures(parts)} for clients, found in played.items() for case, parts in found.items()
     ]
@@ -75,62 +73,37 @@ def main() -> int:
     controls = played if args.control else {}
     rounded = {clients: different({case: found[case] for case in ("none", *AGAIN)}) for clients, found in controls.items()}
     _show(console, args, arrivals, results, unlike, rounded)
-    told = {
-        "model": args.model, "trace": "made up" if args.trace is None else args.trace.name, "results": results,
-        "loads": [asdict(load) for load in loads.values()], "rounds": args.rounds, "sizes": _sizes(args),
+    write(args.json, {
+        "model": args.model, "results": results, "loads": [asdict(load) for load in loads], "rounds": args.rounds,
+        "sizes": {"device_memory": args.device_memory, "host_memory": HOST_MEMORY, "store_budget": STORE_BUDGET},
         "different_answers": unlike, "different_without_reuse": rounded, **_served_on(args),
-    }  # fmt: skip
-    args.json.write_text(json.dumps(told, indent=1) + "\n")
+    })  # fmt: skip
     console.print(f"{time.monotonic() - started:.0f} s; written to {args.json.name}")
     return 1 if any(each["failed"] or each["refused"] for each in results) else 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer clients, shorter prompts, less time")
-    parser.add_argument("--trace", type=Path, help="a trace as `stepwell replay` reads them (default: made-up agents and chats)")
     parser.add_argument("--model", default="random-hybrid", help="as for `stepwell serve` (default: %(default)s)")
     parser.add_argument("--clients", type=int, nargs="+", help="levels of load (default: 1 4 16 64; quick: 1 8 64)")
-    parser.add_argument("--rate", type=float, default=0.1, help="requests a second of one client (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, help="that a level lasts (default: 30; quick: 6)")
-    parser.add_argument("--rounds", type=int, help="parts that a level is played in, in turns (default: 3; quick: 2)")
-    parser.add_argument("--longest", type=int, help="tokens of the longest prompt (default: 4000; quick: 1000)")
-    parser.add_argument("--answer", type=int, help="tokens of the longest answer (default: 64; quick: 24)")
-    parser.add_argument("--leaving", type=float, default=0.08, help="share of clients that leave (default: %(default)s)")
-    parser.add_argument("--control", action="store_true", help="plays the case without reuse twice, and compares its answers")
-    parser.add_argument("--device-memory", help="of both servers (default: 24MiB; quick: 8MiB)")
-    parser.add_argument("--host-memory", default="128MiB", help="of the one with tiers (default: %(default)s)")
-    parser.add_argument("--store-budget", default="1GiB", help="of its log (default: %(default)s)")
+    parser.add_argument("--control", action="store_true", help="play the case without reuse twice, and compare its answers")
     parser.add_argument("--serve-args", nargs=argparse.REMAINDER, default=[], help="more arguments for both servers, last of all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=ROOT / "bench-serve.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "bench-serve.json", help="(default: %(default)s)")
     args = parser.parse_args()
-    usual = {"clients": [1, 4, 16, 64], "seconds": 30.0, "rounds": 3, "longest": 4000, "answer": 64, "device_memory": "24MiB"}
-    quick = {"clients": [1, 8, 64], "seconds": 6.0, "rounds": 2, "longest": 1000, "answer": 24, "device_memory": "8MiB"}
-    for name, value in (quick if args.quick else usual).items():
-        if getattr(args, name) is None:
+    for name, value in (QUICK if args.quick else USUAL).items():
+        if getattr(args, name, None) is None:
             setattr(args, name, value)
     return args
 
 
-def _arrivals(trace: Path | None, load: Load, at: int) -> Iterator[Arrival]:
-    """Each level has requests of its own, so that every one begins cold."""
-    if trace is None:
-        return iter(made_up(load))
-    return iter(from_file(trace, load, skip=at * load.count))
-
-
-def _sizes(args: argparse.Namespace) -> dict[str, str]:
-    return {name: getattr(args, name) for name in ("device_memory", "host_memory", "store_budget")}
-
-
 def _common(args: argparse.Namespace) -> list[str]:
-    """What both servers are started with."""
+    """Arguments of both servers."""
     return ["--model", args.model, "--served-model-name", "bench", "--device-memory", args.device_memory, *args.serve_args]
 
 
 def _served_on(args: argparse.Namespace) -> dict[str, Any]:
-    """The device that the servers found for themselves or were told, the machine with it, and what else they were told."""
+    """The device of the servers, the machine, and their further arguments."""
     asked = build_parser().parse_args(["serve", *_common(args)])
     device = device_of(EngineConfig(device=asked.device, tensor_parallel=asked.tensor_parallel))
     return {"serve_args": args.serve_args, "device": device, "machine": machine(device)}
@@ -139,21 +112,15 @@ def _served_on(args: argparse.Namespace) -> dict[str, Any]:
 def _start(args: argparse.Namespace, directory: Path, stack: ExitStack) -> dict[str, str]:
     """Both servers; their addresses."""
     common = _common(args)
-    tiers = ["--host-memory", args.host_memory, "--store", f"log:{directory / 'log'}", "--store-budget", args.store_budget]
+    tiers = ["--host-memory", HOST_MEMORY, "--store", f"log:{directory / 'log'}", "--store-budget", STORE_BUDGET]
     return {
         name: stack.enter_context(serving([*more, *common], directory / f"{name}.log")).address
         for name, more in {"tiered": tiers, "plain": ["--host-memory", "0"]}.items()
     }
 
 
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 async def _level(
-    addresses: dict[str, str], cases: dict[str, tuple[str, dict[str, Any]]], arrivals: list[Arrival], rounds: int, clients: int,
-    done: Callable[[], None],
+    addresses: dict[str, str], cases: dict[str, tuple[str, dict[str, Any]]], arrivals: list[Arrival], rounds: int, clients: int
 ) -> dict[str, list[Played]]:  # fmt: skip
     """One load in all cases, part by part, each time another case first."""
     found: dict[str, list[Played]] = {case: [] for case in cases}
@@ -165,7 +132,7 @@ async def _level(
             for case in turn:
                 server, more = cases[case]
                 body = {**more, "cache_salt": f"{clients} clients"}  # so that levels share nothing
-                found[case].append(await play(http, addresses[server], part, body, done))
+                found[case].append(await play(http, addresses[server], part, body))
     return found
 
 
@@ -176,7 +143,7 @@ def _show(
     lengths = sorted(len(each.prompt) for asked in arrivals.values() for each in asked)
     console.print(
         f"{args.model}: prompts of {lengths[0]} to {lengths[-1]:,} tokens, half of them under {lengths[len(lengths) // 2]:,}; "
-        f"a client asks every {1 / args.rate:g} s"
+        f"a client asks every {1 / RATE:g} s"
     )
     speed = Table(title="How much and how soon (milliseconds from when a request was due; p50 / p90 / p99)", title_justify="left")
     for head in ("clients", "case", "requests/s", "answer tok/s", "prompt tok/s", "first token", "between tokens"):

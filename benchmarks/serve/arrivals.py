@@ -1,4 +1,4 @@
-"""Who asks what, and when: a slice of a trace, or of one made up, made to fit a small model and a short time. Pure.
+"""Requests of synthetic agents and chats, scaled to a small model and a short time. Pure.
 
     trace       |b1|b2|b3|b4| tail |  at 812.4 s      32,000 tokens, of which blocks are shared with other requests
     arrival     |b1|b2|b3|b4| tail |  at 1.7 s         1,000 tokens, of which as large a share is shared with the same ones
@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from random import Random
 
-from stepwell.sim.files import TraceFile
 from stepwell.sim.generate import Shape, generate
 from stepwell.sim.trace import TraceRequest
 
@@ -49,12 +46,6 @@ class Arrival:
     prompt: tuple[int, ...]
     answer_tokens: int
     leaves_after: int | None  # chunks; None to stay to the end
-
-
-def from_file(path: Path, load: Load, *, skip: int = 0) -> list[Arrival]:
-    """Requests of a trace behind the first `skip`. Raises TraceError."""
-    trace = TraceFile(path)
-    return scaled(list(islice(trace, skip, skip + load.count)), trace.block_tokens, load)
 
 
 def made_up(load: Load) -> list[Arrival]:

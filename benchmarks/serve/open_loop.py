@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,10 +45,7 @@ class Played:
     heard: tuple[Heard, ...]
 
 
-async def play(
-    http: httpx.AsyncClient, address: str, arrivals: Sequence[tuple[int, Arrival]], more: dict[str, Any],
-    done: Callable[[], None] = lambda: None,
-) -> Played:  # fmt: skip
+async def play(http: httpx.AsyncClient, address: str, arrivals: Sequence[tuple[int, Arrival]], more: dict[str, Any]) -> Played:
     """Numbered arrivals, the first of them now. `more` are fields of every body. Returns when all have ended."""
     if not arrivals:
         return Played(seconds=0.0, heard=())
@@ -58,7 +55,6 @@ async def play(
         due = began + arrival.at_s - arrivals[0][1].at_s
         await asyncio.sleep(max(due - time.perf_counter(), 0))
         asked.append(asyncio.create_task(_ask(http, address, number, arrival, due, more)))
-        asked[-1].add_done_callback(lambda _: done())
     heard = await asyncio.gather(*asked)
     return Played(seconds=time.perf_counter() - began, heard=tuple(heard))
 

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("fastapi")
@@ -15,10 +16,11 @@ pytest.importorskip("httpx")
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import bench_serve
-from serve.arrivals import Arrival, Load, from_file, made_up
+from serve.arrivals import Arrival, Load, made_up, scaled
 from serve.figures import different, fell_behind, figures, percentiles
 from serve.open_loop import Heard, Played, client, play
 from server.serving import Held, Running, running
+from stepwell.sim.trace import TraceRequest
 
 LOAD = Load(clients=16, rate=0.5, seconds=10, longest=600, answer_tokens=16, leaving=0.3)
 
@@ -41,13 +43,14 @@ def test_made_up_arrivals_repeat_come_in_order_and_share_prompts() -> None:
     assert returning > len(arrivals) / 2, "sessions come back with what they said before"
 
 
-def test_a_slice_of_a_trace_keeps_what_its_requests_share(tmp_path: Path) -> None:
-    lines = [{"format": "stepwell-trace", "version": 1, "block_tokens": 100}]
-    lines += [{"t": 10.0 * at, "session": at, "in": 1050, "out": 50, "runs": [[0, 5], [1000 * at + 100, 5]]} for at in range(8)]
-    path = tmp_path / "trace.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+def test_scaled_requests_keep_what_they_share() -> None:
+    blocks = [np.array([*range(5), *range(1000 * at + 100, 1000 * at + 105)], np.int64) for at in range(4)]
+    requests = [
+        TraceRequest(at_s=10.0 * at, session=str(at), prompt_tokens=1050, output_tokens=50, blocks=each)
+        for at, each in enumerate(blocks)
+    ]
     load = Load(clients=1, rate=1.0, seconds=4.0, longest=105, answer_tokens=5, leaving=0.0)
-    arrivals = from_file(path, load, skip=2)
+    arrivals = scaled(requests, 100, load)
     assert [each.at_s for each in arrivals] == pytest.approx([0, 4 / 3, 8 / 3, 4])
     assert {len(each.prompt) for each in arrivals} == {105} and {each.answer_tokens for each in arrivals} == {5}
     assert shared(arrivals[0].prompt, arrivals[1].prompt) in range(50, 54)  # half, and letters that happen to agree
@@ -139,8 +142,11 @@ def test_the_whole_bench_runs_and_a_control_is_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "found.json"
-    asked = ["--quick", "--clients", "2", "--rate", "1", "--seconds", "2", "--rounds", "1", "--longest", "200", "--answer", "4"]
-    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *asked, "--leaving", "0", "--control", "--json", str(file)])
+    for name, value in (("RATE", 1.0), ("LEAVING", 0.0)):
+        monkeypatch.setattr(bench_serve, name, value)
+    small = {"clients": [2], "seconds": 2.0, "rounds": 1, "longest": 200, "answer": 4}
+    monkeypatch.setattr(bench_serve, "QUICK", bench_serve.QUICK | small)
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--quick", "--control", "--json", str(file)])
     assert bench_serve.main() == 0
     found = json.loads(file.read_text())
     assert [each["case"] for each in found["results"]] == ["tiers", "device", "none", "again"]

@@ -7,9 +7,9 @@ An executor that does nothing stands in for copies, so that what is timed is the
     lookup_one_node_us      the same, stored by one commit
     commit_new_us           `cache.commit` of a prompt the tree does not hold
     commit_known_us         `cache.commit` of a prompt that another request committed first
-    evict_page_us           make room for one page in a full tier, freeing included; the mean, all others are medians
-    evict_many_us_per_page  make room for many pages at once, per page
-    collection_ms           the longest of a few full garbage collections with all of that in the tree, in CPU time
+    evict_page_us           evict one page from a full tier, freeing included; the mean, all others are medians
+    evict_many_us_per_page  evict many pages at once, per page
+    collection_ms           the longest of a few full garbage collections with that tree in memory, in CPU time
 """
 
 from __future__ import annotations
@@ -81,10 +81,7 @@ class Workload:
     def __init__(self, comps: str, page_tokens: int, device_pages: int, seed: int = 1) -> None:
         kv = StateSpec(name="kv", shape=Prefix(), layers=1, row_bytes=1, dtype="u8")
         spec = ModelSpec(name=f"bench-{comps}", states=(kv, *STATES[comps]), page_tokens=page_tokens)
-        config = CacheConfig(
-            device_bytes=device_pages * PAGE_BYTES,
-            placement=PlacementConfig(interval_tokens=CHUNK_TOKENS),
-        )
+        config = CacheConfig(device_bytes=device_pages * PAGE_BYTES, placement=PlacementConfig(interval_tokens=CHUNK_TOKENS))
         self.cache: Cache = build_cache(
             spec, config, executor=InlineCopyExecutor([NoCopyEngine()]), tuning=CacheTuning(page_alignment_bytes=PAGE_BYTES)
         )
@@ -145,7 +142,7 @@ class Workload:
                 arena.alloc({Kind.PREFIX: count})
 
     def evict(self, num_pages: int) -> None:
-        """Makes room for this many pages in a full tier."""
+        """Evicts this many pages from a full tier."""
         assert make_room(self.state, Tier.DEVICE, {Kind.PREFIX: num_pages}).fits
 
 
@@ -183,11 +180,8 @@ def measure_evictions(work: Workload, args: argparse.Namespace) -> dict[int, dic
     for length in args.lens:
         many = max(min(length // args.page, at_most), 1)
         per_page = median_us(work.evict, 5, lambda many=many: many, lambda _: work.fill_up()) / many
-        found[length] = {
-            "evict_page_us": single,
-            "evict_many_us_per_page": round(per_page, 2),
-            "evict_many_tokens": many * args.page,
-        }
+        many_tokens = many * args.page
+        found[length] = {"evict_page_us": single, "evict_many_us_per_page": round(per_page, 2), "evict_many_tokens": many_tokens}
     return found
 
 
@@ -210,7 +204,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def measure_collections() -> float:
-    """How long every thread stands still when Python looks at all it has. CPU time: other processes do not count."""
+    """How long a full collection stops every thread. CPU time: other processes do not count."""
     took_ns = []
     for _ in range(COLLECTIONS):
         start_ns = time.thread_time_ns()
@@ -220,7 +214,7 @@ def measure_collections() -> float:
 
 
 def measure_prompts(work: Workload, length: int, args: argparse.Namespace) -> dict[str, object]:
-    """Lookups and commits of prompts of one length, beside the forest."""
+    """Lookups and commits of prompts of one length, with the forest in the tree."""
     chain, whole = work.draw(length + 1), work.draw(length + 1)
     work.store(chain, CHUNK_TOKENS)
     work.store(whole, length)
@@ -228,17 +222,12 @@ def measure_prompts(work: Workload, length: int, args: argparse.Namespace) -> di
         found = work.cache.lookup(prompt).restore_tokens
         assert found == length, f"{found=} {length=}"
     return {
-        "peer": "stepwell",
-        "core": "stepwell",
-        "comps": args.comps,
-        "page": args.page,
-        "nodes": args.nodes,
-        "length": length,
-        "reps": args.reps,
+        **{name: getattr(args, name) for name in ("comps", "page", "nodes", "reps")},
+        "core": "stepwell", "length": length,
         "lookup_us": median_us(work.cache.lookup, args.reps, lambda: chain),
         "lookup_one_node_us": median_us(work.cache.lookup, args.reps, lambda: whole),
         **measure_commits(work, length, args.reps),
-    }
+    }  # fmt: skip
 
 
 def measure_commits(work: Workload, length: int, reps: int) -> dict[str, float]:
@@ -275,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time Stepwell's prefix tree.")
     parser.add_argument("--comps", choices=tuple(STATES), default="full")
     parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--lens", type=int, nargs="+", default=[1024, 8192, 65536, 262144])
+    parser.add_argument("--lens", type=int, nargs="+", default=[1024])
     parser.add_argument("--page", type=int, default=64)
     parser.add_argument("--reps", type=int, default=20)
     parser.add_argument("--memory", type=int, metavar="PAGES", help="measure memory with this many pages instead")

@@ -18,19 +18,9 @@ from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    InsertParams,
-    InsertResult,
-    MatchPrefixParams,
-    MatchResult,
-)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import (
-    HybridReqToTokenPool,
-    MHATokenToKVPool,
-    ReqToTokenPool,
-)
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -46,7 +36,7 @@ COMPONENTS = {
 }
 CORE_CLASSES = {"rust": "RustUnifiedTreeCore", "python": "UnifiedTreeCore"}
 
-# What stays free while the pools are crowded: room to replace one evicted node by another kind.
+# Free while the pools are crowded, so that another kind of node can replace an evicted one.
 SPARE_PAGES = 64
 SPARE_STATES = 64
 
@@ -75,18 +65,12 @@ class SglangCache:
         _publish_settings(shape.page_tokens)
         self.requests = _request_pool(shape)
         self.allocator = _token_allocator(shape)
-        self.tree = UnifiedRadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.requests,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=shape.page_tokens,
-                sliding_window_size=shape.window_tokens if self.has_window else None,
-                enable_mamba_extra_buffer=self.has_point,
-                tree_components=COMPONENTS[shape.comps],
-                tree_core_backend=shape.core,
-            )
-        )
+        self.tree = UnifiedRadixCache(CacheInitParams(
+            disable=False, req_to_token_pool=self.requests, token_to_kv_pool_allocator=self.allocator,
+            page_size=shape.page_tokens,
+            sliding_window_size=shape.window_tokens if self.has_window else None, enable_mamba_extra_buffer=self.has_point,
+            tree_components=COMPONENTS[shape.comps], tree_core_backend=shape.core,
+        ))  # fmt: skip
         # SGLang quietly falls back to Python where it cannot load the Rust core.
         built = type(self.tree.tree_core).__name__
         if built != CORE_CLASSES[shape.core]:
@@ -106,26 +90,13 @@ class SglangCache:
         return _granted(self.requests.mamba_allocator.alloc(1)) if self.has_point else None
 
     def release_unused_state(self, state: torch.Tensor | None, outcome: InsertResult) -> None:
-        """Give back the state of an insert whose end already had one."""
+        """Free the state of an insert whose end already had one."""
         if state is not None and outcome.mamba_exist:
             self.requests.mamba_allocator.free(state)
 
-    def insert(
-        self,
-        tokens: array[int],
-        slots: torch.Tensor,
-        state: torch.Tensor | None,
-        known_tokens: int = 0,
-    ) -> InsertResult:
-        """Store `tokens`; the first `known_tokens` are the tree's own, given back as they are."""
-        return self.tree.insert(
-            InsertParams(
-                key=RadixKey(tokens),
-                value=slots,
-                mamba_value=state,
-                prev_prefix_len=known_tokens,
-            )
-        )
+    def insert(self, tokens: array[int], slots: torch.Tensor, state: torch.Tensor | None, known_tokens: int = 0) -> InsertResult:
+        """Store `tokens`; the slots of the first `known_tokens` are the tree's own."""
+        return self.tree.insert(InsertParams(key=RadixKey(tokens), value=slots, mamba_value=state, prev_prefix_len=known_tokens))
 
     def lookup(self, tokens: array[int]) -> MatchResult:
         """Match the longest cached prefix; SGLang also marks it as recently used."""
@@ -181,22 +152,12 @@ def _request_pool(shape: CacheShape) -> ReqToTokenPool:
     if shape.comps != "point":
         return ReqToTokenPool(**rows)
     tiny_state = Mamba2StateShape.create(
-        tp_world_size=1,
-        intermediate_size=16,
-        n_groups=1,
-        num_heads=1,
-        head_dim=16,
-        state_size=4,
-        conv_kernel=2,
+        tp_world_size=1, intermediate_size=16, n_groups=1, num_heads=1, head_dim=16, state_size=4, conv_kernel=2
     )
     return HybridReqToTokenPool(
-        **rows,
-        mamba_size=shape.pool_states,
-        mamba_spec_state_size=8,
+        **rows, mamba_size=shape.pool_states, mamba_spec_state_size=8, mamba_layer_ids=[0], enable_mamba_extra_buffer=True,
         cache_params=Mamba2CacheParams(shape=tiny_state, layers=[0]),
-        mamba_layer_ids=[0],
-        enable_mamba_extra_buffer=True,
-    )
+    )  # fmt: skip
 
 
 def _token_allocator(shape: CacheShape) -> BaseTokenToKVPoolAllocator:

@@ -1,8 +1,8 @@
 """Times the prefix tree of SGLang: the peer's half of `make bench-tree`.
 
-    .venv-sglang/bin/python benchmarks/peers/sglang_tree.py --core rust --comps full --nodes 1000 --json
+    .venv-sglang/bin/python benchmarks/peers/sglang_tree.py --core rust --comps full --nodes 1000
 
-Standard output carries one line per prompt length and nothing else (JSON with `--json`);
+Standard output carries one line of JSON per prompt length and nothing else;
 what SGLang prints goes to standard error. Times are medians in microseconds:
 
     lookup_us               a fully cached prompt, stored in chunks of 2,048 tokens
@@ -81,7 +81,7 @@ class Workload:
         self._planting = self._plant_families()
 
     def draw(self, num_tokens: int) -> Prompt:
-        """A prompt nobody has stored yet, with slots reserved for it."""
+        """A new prompt, with slots reserved for it."""
         tokens = array("q")
         tokens.frombytes(self._random.integers(VOCABULARY, size=num_tokens).tobytes())
         return Prompt(tokens=tokens, slots=self.cache.reserve_slots(num_tokens))
@@ -113,12 +113,8 @@ class Workload:
             yield len(prefix.tokens)
             for _ in range(LEAVES_PER_FAMILY):
                 leaf = self.draw(LEAF_PAGES * page)
-                self.cache.insert(
-                    prefix.tokens + leaf.tokens,
-                    torch.cat([prefix.slots, leaf.slots]),
-                    self.cache.reserve_state(),
-                    len(prefix.tokens),
-                )
+                slots = torch.cat([prefix.slots, leaf.slots])
+                self.cache.insert(prefix.tokens + leaf.tokens, slots, self.cache.reserve_state(), len(prefix.tokens))
                 yield len(leaf.tokens)
 
 
@@ -207,10 +203,7 @@ def measure_commits(work: Workload, chain: Prompt, reps: int) -> dict[str, float
         lambda _, result: result.prefix_len,
     )
     known = timed(
-        lambda state: cache.insert(chain.tokens, chain.slots, state, num_tokens),
-        reps,
-        cache.reserve_state,
-        settle_known,
+        lambda state: cache.insert(chain.tokens, chain.slots, state, num_tokens), reps, cache.reserve_state, settle_known
     )
     assert all(found == 0 for _, found in new), "a new prompt was cached already"
     assert all(found == num_tokens for _, found in known), "a known prompt was lost"
@@ -218,7 +211,7 @@ def measure_commits(work: Workload, chain: Prompt, reps: int) -> dict[str, float
 
 
 def build_workload(args: argparse.Namespace) -> Workload:
-    """The cache with a forest of `--nodes` nodes, and pools with room for every prompt."""
+    """The cache with a forest of `--nodes` nodes, and pools large enough for every prompt."""
     from sglang_cache import CacheShape, SglangCache  # needs the shim first
 
     prompts_per_length = WARMUP_CALLS + args.reps + 2
@@ -228,21 +221,15 @@ def build_workload(args: argparse.Namespace) -> Workload:
     num_chunks = sum(-(-length // CHUNK_TOKENS) for length in args.lens)
     cache = SglangCache(
         CacheShape(
-            core=args.core,
-            comps=args.comps,
-            page_tokens=args.page,
-            window_tokens=WINDOW_TOKENS,
+            core=args.core, comps=args.comps, page_tokens=args.page, window_tokens=WINDOW_TOKENS,
             pool_tokens=forest_pages * args.page + prompt_tokens,
             pool_states=2 * args.nodes + num_chunks + prompts_per_length * len(args.lens) + 1024,
         )
-    )
+    )  # fmt: skip
     work = Workload(cache)
     start_s = time.perf_counter()
     work.plant(args.nodes)
-    print(
-        f"{args.core}, {args.comps}: {args.nodes:,} nodes in {time.perf_counter() - start_s:.1f} s",
-        file=sys.stderr,
-    )
+    print(f"{args.core}, {args.comps}: {args.nodes:,} nodes in {time.perf_counter() - start_s:.1f} s", file=sys.stderr)
     return work
 
 
@@ -254,17 +241,10 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     for length in args.lens:
         chain = work.store(length, CHUNK_TOKENS)
         yield {
-            "peer": f"sglang {work.cache.version}",
-            "core": args.core,
-            "comps": args.comps,
-            "page": args.page,
-            "nodes": args.nodes,
-            "length": length,
-            "reps": args.reps,
-            **measure_lookups(work, chain, args.reps),
-            **measure_commits(work, chain, args.reps),
-            **evictions[length],
-        }
+            **{name: getattr(args, name) for name in ("core", "comps", "page", "nodes", "reps")},
+            "peer": f"sglang {work.cache.version}", "length": length, **measure_lookups(work, chain, args.reps),
+            **measure_commits(work, chain, args.reps), **evictions[length],
+        }  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -275,7 +255,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lens", type=int, nargs="+", default=[1024, 8192, 65536, 262144])
     parser.add_argument("--page", type=int, default=64, help="tokens per page")
     parser.add_argument("--reps", type=int, default=20, help="timed calls behind each median")
-    parser.add_argument("--json", action="store_true", help="print JSON, one object per line")
     args = parser.parse_args()
     if args.nodes < MIN_NODES:
         parser.error(f"--nodes must be at least {MIN_NODES}, got {args.nodes}")
@@ -299,8 +278,7 @@ def main() -> None:
     with results_only_stdout() as results:
         operators = sglang_shim.declare_box_operators()
         for row in measure(args):
-            line = json.dumps(row) if args.json else "  ".join(f"{k}={v}" for k, v in row.items())
-            print(line, file=results, flush=True)
+            print(json.dumps(row), file=results, flush=True)
         del operators
 
 

@@ -37,6 +37,7 @@ ONE_CASE_FROM = 5  # cases: tests with fewer keep them all
 
 DEEP = (
     "bench/",
+    "connectors/test_python_page.py::test_an_example_runs_as_it_is_written",
     "connectors/test_transformers_lives.py::test_a_killed_process_leaves_what_was_stored",
     "connectors/test_vllm_events.py",
     "connectors/test_vllm_media.py",

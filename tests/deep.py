@@ -31,7 +31,7 @@ ONE_CASE = (
     "unit/server/test_streamed_calls.py",
     "unit/sim/",
     "unit/sparse/",
-    "unit/tiers/test_leaving_together.py",
+    "unit/tiers/test_held_order.py",
 )
 ONE_CASE_FROM = 5  # cases: tests with fewer keep them all
 

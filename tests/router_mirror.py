@@ -10,8 +10,15 @@ import numpy as np
 from stepwell import Cache, Kind, Namespace, Tier
 from stepwell.base.prompt import PageKey, pack, page_keys
 from stepwell.memory.arena import READY
-from stepwell.server.kv_events.blocks import BlockTranslator
-from stepwell.server.kv_events.messages import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Message, block_hash
+from stepwell.server.kv_events.blocks import (
+    MEDIA,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    BlockTranslator,
+    Message,
+    block_hash,
+)
 from stepwell.tree.keys import keys_within
 from stepwell.tree.node import ABSENT
 

@@ -29,10 +29,10 @@ METRIC_CALLS = {
     "Counter": "counter", "Gauge": "gauge", "Histogram": "histogram", "_counter": "counter", "_histogram": "histogram",
 }  # fmt: skip
 CALLERS = {  # dependencies of routes, and who passes them
-    "asking": "key holders",
-    "watching": "key holders except tenants; the admin token",
-    "owning": "tenants; the admin token",
-    "changing": "the admin token",
+    "require_key": "key holders",
+    "require_overview": "key holders except tenants; the admin token",
+    "require_owner": "tenants; the admin token",
+    "require_admin": "the admin token",
     "peer_check": "the peer token",
 }
 
@@ -137,7 +137,7 @@ def metrics() -> str:
         found[f"stepwell_cache_{unit}_total"] = ("counter", "event", f"Counters of the cache that count {unit}.")
     rows = [f"| `{name}` | {kind} | {labels} | {cell(says)} |" for name, (kind, labels, says) in sorted(found.items())]
     table = "\n".join(["| name | kind | labels | meaning |", "| --- | --- | --- | --- |", *rows])
-    also = sorted(set(re.findall(r'"(vllm:\w+)"', (SOURCE / "server/monitoring/vllm_names.py").read_text())))
+    also = sorted(set(re.findall(r'"(vllm:\w+)"', (SOURCE / "server/monitoring/metrics.py").read_text())))
     parts = [
         "# Metrics", NOTE,
         "Every series of `GET /metrics`. What to watch is in [operations](../operations.md#what-to-watch).", table,
@@ -192,7 +192,7 @@ def routes_of(maker: ast.FunctionDef, statement: ast.stmt) -> Iterator[str]:
 def callers(decorator: str, maker: str) -> str:
     own = [who for name, who in CALLERS.items() if f"{name}(" in decorator]
     if "keyed" in decorator:
-        own = [CALLERS["asking"]]
+        own = [CALLERS["require_key"]]
     router = re.search(r"APIRouter\((.*)\)", maker)
     shared = [who for name, who in CALLERS.items() if router is not None and f"{name}(" in router[1]]
     who = (own or shared or ["everyone"])[0]

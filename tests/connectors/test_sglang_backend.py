@@ -245,7 +245,7 @@ def test_a_store_that_outlives_the_process_must_know_the_weights(hicache: Any, t
 
 
 def test_weights_are_told_apart_by_their_files_adapters_and_settings(tmp_path: Path) -> None:
-    from stepwell.connectors.sglang.weights import weights_of
+    from stepwell.connectors.sglang.settings import weights_of
 
     model, adapter = tmp_path / "model", tmp_path / "adapter"
     for folder in (model, adapter):
@@ -264,7 +264,7 @@ def test_weights_are_told_apart_by_their_files_adapters_and_settings(tmp_path: P
 
 
 def test_a_name_for_the_weights_stands_for_their_files_and_for_nothing_else(tmp_path: Path) -> None:
-    from stepwell.connectors.sglang.weights import weights_of
+    from stepwell.connectors.sglang.settings import weights_of
 
     scales = tmp_path / "scales.json"
     scales.write_text("1.0")
@@ -286,7 +286,7 @@ class Hidden(sglang.MHAPool):
 
 
 def test_a_pool_whose_memory_is_not_found_is_refused_and_not_taken_for_one_without_bytes(hicache: Any) -> None:
-    with pytest.raises(ConfigError, match="does not show the memory"):
+    with pytest.raises(ConfigError, match="does not expose the memory"):
         attach(hicache, sglang.MHAPool(), {"swa": Hidden()})
 
 
@@ -342,7 +342,7 @@ def test_pages_whose_order_is_not_told_are_warned_about_once(hicache: Any, caplo
         ({"deadline_s": 0}, "positive number"), ({"readers": "two"}, "positive number"),
         ({"store_options": 3}, "object of options"), ({"readers": 0.5}, "whole number"),
         ({"deadline_s": float("inf")}, "positive"), ({"store_budget": "1GiB", "store_options": {"budget": "2GiB"}}, "once"),
-        ({"store_key_file": "/nowhere/key"}, "new-key"), ({"identity": 3}, "is a text"), ({"store_budget": "10 cows"}, "cows"),
+        ({"store_key_file": "/nowhere/key"}, "new-key"), ({"identity": 3}, "be a text"), ({"store_budget": "10 cows"}, "cows"),
     ],
 )  # fmt: skip
 def test_mistakes_in_settings_are_refused_with_the_fix(hicache: Any, extra: dict[str, Any], says: str) -> None:

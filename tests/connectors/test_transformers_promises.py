@@ -81,7 +81,7 @@ def test_weights_that_change_under_the_cache_are_another_model() -> None:
         model.model.embed_tokens.weight = torch.nn.Parameter(model.model.embed_tokens.weight * 0.9)
         assert prompts.prefill(ids).cached == 0
         model.half()
-        with pytest.raises(ConfigError, match="make a new one"):
+        with pytest.raises(ConfigError, match="create a new one"):
             prompts.prefill(ids)
 
 
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_exact_when_cut_is_refused_at_its_first_prompt() -> 
 def test_a_model_that_keeps_more_than_was_found_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = module.tensors_of
     monkeypatch.setattr(module, "tensors_of", lambda past: tuple(each for each in whole(past) if each.field != "conv_states"))
-    with opened(tiny("falcon_h1"), self_test=True) as prompts, pytest.raises(ConfigError, match="made anew"):
+    with opened(tiny("falcon_h1"), self_test=True) as prompts, pytest.raises(ConfigError, match="rebuilt"):
         prompts.prefill(prompt(6, 40))
 
 

@@ -11,8 +11,8 @@ from toy_runs import Make, computed_by, text
 from toy_vllm import BLOCK, MODELS, ToyEngine
 
 from stepwell.base.prompt import page_keys
-from stepwell.connectors.vllm.page_names import PageNames
-from stepwell.connectors.vllm.page_names import Path as NotedPath
+from stepwell.connectors.vllm.requests import PageNames
+from stepwell.connectors.vllm.requests import Path as NotedPath
 
 Told = set[tuple[str, int, bytes]]  # medium, group, hash
 

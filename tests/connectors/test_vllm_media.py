@@ -11,7 +11,7 @@ from toy_runs import Lora, Make, computed_by, counters, text
 from toy_vllm import WIDE_MODELS, ToyEngine
 
 from stepwell import BadTokens
-from stepwell.connectors.vllm.request_tokens import MARK, RequestTokens
+from stepwell.connectors.vllm.requests import MARK, RequestTokens
 
 PAGE = 16
 PLACEHOLDER = 999

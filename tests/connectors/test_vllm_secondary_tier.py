@@ -277,7 +277,7 @@ def test_children_are_stored_after_what_they_stand_on(make: Make, module: Any, m
             written.extend(writes)
             return super().write_from(space, writes)
 
-    monkeypatch.setattr(module, "open_store", lambda *_, **__: Watched(MemoryStore()))
+    monkeypatch.setattr("stepwell.store.registry.open_store", lambda *_, **__: Watched(MemoryStore()))
     host = make()
     context = host.request("a")
     for number in range(4):
@@ -321,7 +321,7 @@ def test_a_store_that_hangs_costs_its_deadline_and_no_memory_is_touched_after_it
     make: Make, module: Any, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     hung = Hung(verb)
-    monkeypatch.setattr(module, "open_store", lambda *_, **__: hung)
+    monkeypatch.setattr("stepwell.store.registry.open_store", lambda *_, **__: hung)
     host = make(deadline_s=3.0 if verb == "read" else 0.05)  # before it reads, it has to write in time
     context = host.request("a")
     host.fill([0])
@@ -350,7 +350,7 @@ def test_a_lookup_that_waits_in_line_is_a_miss_in_the_end(module: Any) -> None:
     assert store.lookup(bytes(32), "a") is None
     clock.advance(2.0)
     assert store.lookup(bytes(32), "a") is False
-    store.forget("a")
+    store.request_finished("a")
     assert store.lookup(bytes(32), "b") is None, "the next one asks anew"
     hung.go_on.set()
     store.close()
@@ -360,7 +360,7 @@ def test_a_slow_store_pins_no_more_than_a_quarter_of_the_host_tier(
     make: Make, module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hung = Hung("write")
-    monkeypatch.setattr(module, "open_store", lambda *_, **__: hung)
+    monkeypatch.setattr("stepwell.store.registry.open_store", lambda *_, **__: hung)
     host = make()
     context = host.request("a")
     jobs = [host.begin([key(number)], [number], context, load=False) for number in range(6)]
@@ -374,7 +374,7 @@ def test_a_slow_store_pins_no_more_than_a_quarter_of_the_host_tier(
 
 def test_draining_calls_off_what_has_not_begun(make: Make, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hung = Hung("write")
-    monkeypatch.setattr(module, "open_store", lambda *_, **__: hung)
+    monkeypatch.setattr("stepwell.store.registry.open_store", lambda *_, **__: hung)
     host = make(deadline_s=1.0)
     context = host.request("a")
     for number in range(3):
@@ -405,7 +405,7 @@ def test_a_store_that_does_not_close_is_told_so_that_its_memory_stays(
         def close(self) -> None:
             self.go_on.wait()
 
-    monkeypatch.setattr(module, "open_store", lambda *_, **__: Stuck(MemoryStore()))
+    monkeypatch.setattr("stepwell.store.registry.open_store", lambda *_, **__: Stuck(MemoryStore()))
     host = make(deadline_s=0.05)
     with pytest.raises(StoreError, match="did not close"):
         host.tier.shutdown()
@@ -418,9 +418,9 @@ def test_a_store_that_does_not_close_is_told_so_that_its_memory_stays(
         ({"engine": None}, '"kv_connector": "StepwellOffloadingConnector"'),
         ({"store": None}, '"store": "log:'),
         ({"budget": "1GiB"}, "did you mean 'store_budget'"),
-        ({"readers": 0}, "must be positive"),
+        ({"readers": 0}, "readers must be a positive number"),
         ({"deadline_s": -1}, "deadline_s must be"),
-        ({"deadline_s": 0}, "must be positive"),
+        ({"deadline_s": 0}, "deadline_s must be a positive number"),
         ({"store": "lgo:/var/cache"}, "did you mean 'log'"),
         ({"store_budget": "lots"}, "store_budget: "),
     ],

@@ -58,7 +58,7 @@ def test_groups_that_could_not_be_restored_are_refused(make: Make, monkeypatch: 
         (group(["x"], spec.MLAAttentionSpec(4, 1, 16)), "run this model on a GPU"),
         (group(["x"], spec.MambaSpec(4, ((64,),), mamba_cache_mode="none")), "--enable-prefix-caching"),
         (group(["x"], spec.FullAttentionSpec(4, 1, 16, attention_chunk_size=8)), "in chunks"),
-        (group(["x"], type("OtherSpec", (spec.FullAttentionSpec,), {})(4, 1, 16)), "OtherSpec, which this version does not know"),
+        (group(["x"], type("OtherSpec", (spec.FullAttentionSpec,), {})(4, 1, 16)), "OtherSpec is not supported"),
         (group(["x"], spec.FullAttentionSpec(4, 1, 16), is_eagle_group=True), "draft model"),
     ]:
         monkeypatch.setitem(toy_vllm.MODELS, "bad", [bad])

@@ -13,7 +13,7 @@ from toy_vllm import MODELS, ToyEngine
 
 from stepwell import ConfigError
 from stepwell.base.meters import ManualClock
-from stepwell.connectors.vllm import assembly
+from stepwell.connectors.vllm import engine_config
 from stepwell.connectors.vllm.orders import WAITING_STEP_S, Pace
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
@@ -317,7 +317,7 @@ def test_a_store_that_hangs_delays_a_prompt_for_no_longer_than_it_may(make: Make
             hangs.wait()
             return super().contains(*args, **more)
 
-    monkeypatch.setattr(assembly, "open_store", lambda *_, **__: Hanging())
+    monkeypatch.setattr(engine_config, "open_store", lambda *_, **__: Hanging())
     engine, prompt = make(store="memory:", prefetch_timeout_s=0.1), text(1, 45)
     engine.submit(prompt)
     try:

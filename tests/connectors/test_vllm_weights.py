@@ -10,8 +10,7 @@ import torch
 from toy_runs import Make, computed_by, counters, text
 from toy_vllm import MODELS, ToyModel
 
-from stepwell.connectors.vllm.doubts import Held, WeightDoubts, Weights
-from stepwell.connectors.vllm.weights import CHUNK_WORDS, WeightsNow, sum_of, sum_of_words
+from stepwell.connectors.vllm.weights import CHUNK_WORDS, CurrentWeights, Held, WeightCheck, Weights, sum_of, sum_of_words
 from stepwell.store_tier import prefetch
 
 PROMPT = text(1, 45)
@@ -105,7 +104,7 @@ def test_weights_that_cannot_be_read_find_nothing_from_before(make: Make, tmp_pa
     engine = make(**store_in(tmp_path))
     computed_by(engine, PROMPT)
     for worker in engine.workers:
-        worker._weights = WeightsNow([])
+        worker._weights = CurrentWeights([])
     for _ in range(2):
         engine.pause()
         assert computed_by(engine, PROMPT) == 49
@@ -139,7 +138,7 @@ def test_listeners_forget_what_other_weights_have_computed(make: Make) -> None:
 
 
 def test_the_answer_is_that_of_all_ranks_to_the_last_question() -> None:
-    doubts = WeightDoubts()
+    doubts = WeightCheck()
     assert doubts.answered({0: (1, "")}, 1) is None, "nobody has asked"
     doubts.begin()
     assert doubts.question() == 0, "no request waits for it"
@@ -150,12 +149,12 @@ def test_the_answer_is_that_of_all_ranks_to_the_last_question() -> None:
     assert doubts.answered({0: (1, ""), 1: (1, "")}, 2) is None, "an answer to what was asked before"
     assert doubts.question() == 2
     assert doubts.answered({0: (2, "")}, 2) is None
-    assert doubts.answered({1: (2, "")}, 2) == Weights(held=Held.FIRST) and not doubts.open
+    assert doubts.answered({1: (2, "")}, 2) == Weights(held=Held.FIRST) and not doubts.pending
 
 
 @pytest.mark.parametrize(("said", "held"), [(("", None), Held.UNKNOWN), (("", "x"), Held.OTHER), (("", ""), Held.FIRST)])
 def test_one_rank_with_other_weights_is_enough(said: tuple[str | None, ...], held: Held) -> None:
-    doubts = WeightDoubts()
+    doubts = WeightCheck()
     doubts.begin()
     weights = doubts.answered({rank: (1, name) for rank, name in enumerate(said)}, len(said))
     assert weights is not None and weights.held is held
@@ -166,7 +165,7 @@ def test_one_rank_with_other_weights_is_enough(said: tuple[str | None, ...], hel
 
 def test_the_digest_covers_the_whole_model_around_the_layers() -> None:
     model = ToyModel(["one", "two"])
-    weights = WeightsNow(model.named.values())
+    weights = CurrentWeights(model.named.values())
     assert weights.name() == ""
     for tensor, value in ((model.head.data, 2.0), (model.scale, 3.0)):
         kept = tensor.clone()
@@ -176,7 +175,7 @@ def test_the_digest_covers_the_whole_model_around_the_layers() -> None:
         assert weights.name() == ""
     model.head = torch.nn.Parameter(torch.zeros(6))
     assert weights.name() not in ("", None), "a parameter that was replaced"
-    assert WeightsNow([torch.nn.Linear(2, 2)]).name() is None, "a layer without a model"
+    assert CurrentWeights([torch.nn.Linear(2, 2)]).name() is None, "a layer without a model"
 
 
 @pytest.mark.parametrize("of", [sum_of, sum_of_words])

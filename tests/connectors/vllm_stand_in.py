@@ -308,7 +308,7 @@ MODULES = {
 }  # fmt: skip
 
 
-IMPORTED = (*MODULES, *(f"stepwell.connectors.vllm.{name}" for name in ("connector", "step_metadata", "block_events", "metrics")))
+IMPORTED = (*MODULES, *(f"stepwell.connectors.vllm.{name}" for name in ("connector", "block_events", "metrics")))
 
 
 def is_real_installed() -> bool:

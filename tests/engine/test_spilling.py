@@ -330,8 +330,7 @@ def test_drafts_of_the_models_own_layer_are_verified_over_rows_on_the_host(hot_r
 
 def test_state_and_metrics_show_what_came_of_rows() -> None:
     pytest.importorskip("prometheus_client")
-    from stepwell.server.monitoring.engine_metrics import _families
-    from stepwell.server.state import read_state
+    from stepwell.server.monitoring.engine_metrics import _families, read_state
 
     with engine_for("deepseek_v32") as engine:
         press(engine)

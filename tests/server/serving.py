@@ -19,7 +19,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.server.access.principals import Principals, Secrets, Tenant
+from stepwell.server.access.tenants import Principals, Secrets, Tenant
 from stepwell.server.running import ModelServer, address_of, bind
 from waiting import PATIENCE_S, wait_until
 
@@ -100,8 +100,8 @@ class Running:
 
     @property
     def inside(self) -> int:
-        """Requests that have come to the door and are not answered yet."""
-        return self.server._server._door.num_inside
+        """Requests that have come to the admission and are not answered yet."""
+        return self.server._server._admission.num_inside
 
     def audit(self) -> None:
         self.settle(lambda engine: engine.num_open == 0)

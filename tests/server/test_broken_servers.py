@@ -92,4 +92,4 @@ def test_a_store_that_fails_to_close_after_its_detacher_has_gone_is_a_line_in_th
         left = admin.delete("/cache/store")
         assert (left.status_code, left.json()) == (202, {"state": "closing"})
         store.let_go.set()
-        wait_until(lambda: "did not close: the disk hangs" in caplog.text, "a line in the log")
+        wait_until(lambda: "failed to close: the disk hangs" in caplog.text, "a line in the log")

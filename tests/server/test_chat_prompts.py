@@ -8,7 +8,7 @@ import pytest
 
 from stepwell.engine.loading.chat import ROLE_MARKERS, ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
-from stepwell.server.access.principals import Principal, Principals, Secrets
+from stepwell.server.access.tenants import Principal, Principals, Secrets
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.chat import chat_asks, chat_prompt
 from stepwell.server.errors import ApiError

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.serving import KEY, NAME, Held, Running, running
-from stepwell.server.access import connections, door
+from stepwell.server.access import admission, connections
 from waiting import PATIENCE_S, wait_until
 
 MANY = 1200
@@ -98,7 +98,7 @@ def test_a_full_server_refuses_requests_as_openai_does_and_still_answers_probes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="stepwell")
-    monkeypatch.setattr(door, "MOST_INSIDE", 2)
+    monkeypatch.setattr(admission, "MOST_INSIDE", 2)
     with running() as served, Held(served) as held:
         post = {"json": ASKED, "timeout": PATIENCE_S}
         threads = [threading.Thread(target=httpx.post, args=(f"{served.address}/v1/completions",), kwargs=post) for _ in range(2)]

@@ -122,8 +122,8 @@ def test_grammars_of_one_tenant_do_not_keep_those_of_another_waiting() -> None:
             assert goes_on.wait(PATIENCE_S)
 
         async def all_at_once() -> None:
-            busy = [asyncio.ensure_future(served.compile_aside(0, "busy", lambda: compile_("busy"))) for _ in range(20)]
-            await served.compile_aside(0, "other", lambda: done.append("other"))
+            busy = [asyncio.ensure_future(served.compile_in_thread(0, "busy", lambda: compile_("busy"))) for _ in range(20)]
+            await served.compile_in_thread(0, "other", lambda: done.append("other"))
             goes_on.set()
             await asyncio.gather(*busy)
 

@@ -12,7 +12,7 @@ import pytest
 
 from server.serving import NAME, Running, running
 from stepwell.base.meters import ManualClock
-from stepwell.server.api.requests import MAX_UNKNOWN, Unknown
+from stepwell.server.api.requests import MAX_UNKNOWN, UnknownFields
 from waiting import PATIENCE_S
 
 ASKED: dict[str, Any] = {"prompt": "Down the steps.", "max_tokens": 4, "temperature": 0}
@@ -106,7 +106,7 @@ def test_a_body_of_nothing_but_fields_is_refused_soon() -> None:
 
 def test_a_client_that_makes_names_up_keeps_no_name_of_others_out_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    unknown = Unknown(clock)
+    unknown = UnknownFields(clock)
     for number in range(5000):
         unknown.note([f"made-up-{number}"], "noisy")
     assert 0 < len(caplog.records) < 100

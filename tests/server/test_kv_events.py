@@ -14,7 +14,7 @@ pytest.importorskip("msgspec")
 
 from kv_event_client import Batch, Cleared, Listener, Removed, Stored, ask_again
 from server.serving import NAME, PAGE, Running, running
-from stepwell.server.access.principals import Principal, Tenant
+from stepwell.server.access.tenants import Principal, Tenant
 from stepwell.server.kv_events.zmq_socket import EventAddresses, ZmqEvents
 from waiting import PATIENCE_S, wait_until
 

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.serving import ADMIN, NAME, Held, Running, running, tiny_draft
 from stepwell import __version__
 from stepwell.engine import Limits
-from stepwell.server.access.principals import Principal, Tenant
-from stepwell.server.monitoring import engine_metrics, vllm_names
+from stepwell.server.access.tenants import Principal, Tenant
+from stepwell.server.monitoring import engine_metrics, metrics
 from waiting import PATIENCE_S, wait_until
 
 KEY = "a key of alice, and hers"
@@ -253,7 +253,7 @@ def test_names_of_vllm_say_the_same_where_they_are_wanted() -> None:
 
 def test_names_of_vllm_are_documented_and_off_by_default(families: dict[str, Metric]) -> None:
     assert not [name for name in families if name.startswith("vllm:")]
-    for series in vllm_names._ALIASES:
+    for series in metrics._ALIASES:
         assert f"`{series.theirs}`" in REFERENCE, series.theirs
 
 

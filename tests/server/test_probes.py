@@ -12,8 +12,8 @@ import pytest
 
 from server.serving import ADMIN, CONTEXT, KEY, NAME, Held, Running, running
 from stepwell import Tier, __version__
-from stepwell.server.access.principals import Principal, Tenant
-from stepwell.server.monitoring.load import _Recent
+from stepwell.server.access.tenants import Principal, Tenant
+from stepwell.server.monitoring.activity import _Recent
 from waiting import PATIENCE_S, wait_until
 
 LOAD_FIELDS = {

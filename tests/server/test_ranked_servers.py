@@ -40,7 +40,7 @@ def test_a_rank_that_is_killed_is_named_and_comes_back_and_none_outlives_the_ser
         server.wait_until_stored()
         ranks = server.state()["ranks"]
         assert (ranks["state"], ranks["losses"], len(ranks["pids"])) == ("running", 0, 2)
-        assert f"2, processes {ranks['pids'][0]}, {ranks['pids'][1]}; started anew" in log.read_text()
+        assert f"2, processes {ranks['pids'][0]}, {ranks['pids'][1]}; restarted when one dies" in log.read_text()
         get = partial(httpx.get, timeout=PATIENCE_S)
         long = {"model": "demo", "prompt": "Go on and on.", "max_tokens": 20_000, "ignore_eos": True}
         asked = pool.submit(httpx.post, f"{server.address}/v1/completions", json=long, timeout=PATIENCE_S)

@@ -99,12 +99,12 @@ def test_a_forced_call_keeps_what_it_can_of_a_tool_that_is_not_strict(client: op
 def test_schemas_that_no_answer_fits_are_refused_in_plain_words(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="refers to nothing but itself"):
         ask(client, **as_json({"$ref": "#"}))
-    with pytest.raises(openai.BadRequestError, match="no answer fits the schema false") as caught:
+    with pytest.raises(openai.BadRequestError, match="no answer matches the schema false") as caught:
         ask(client, **as_json(False))
     assert caught.value.code == "invalid_grammar"
     with pytest.raises(openai.BadRequestError, match='"oneOf" can only be kept where no value fits two'):
         ask(client, **as_json({"oneOf": [{"type": "integer"}, {"type": "number"}]}))
-    with pytest.raises(openai.BadRequestError, match="has no such value"):
+    with pytest.raises(openai.BadRequestError, match="has a wrong value"):
         ask(client, extra_body={"structured_outputs": {"regex": False}})
 
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from server.serving import ADMIN, NAME, Held, Running, running
-from stepwell.server.access.principals import Principal, Tenant
+from stepwell.server.access.tenants import Principal, Tenant
 from stepwell.server.monitoring.log_lines import _Json, _Text
 from waiting import PATIENCE_S, wait_until
 

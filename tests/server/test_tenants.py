@@ -16,7 +16,7 @@ from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
 from stepwell.engine.requests.request import Ask
-from stepwell.server.access.principals import Principal, Tenant
+from stepwell.server.access.tenants import Principal, Tenant
 from stepwell.store.log.store import LogStore
 from waiting import PATIENCE_S, wait_until
 
@@ -339,5 +339,5 @@ def test_a_store_without_quotas_is_not_attached_where_a_tenant_has_one(two: Clie
 
 
 def test_tenants_and_one_key_for_all_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="leave the API key out"), running(tenants=TENANTS, api_key="one for all"):
+    with pytest.raises(ConfigError, match="leave out the API key"), running(tenants=TENANTS, api_key="one for all"):
         pass

@@ -52,5 +52,5 @@ def test_a_number_past_the_vocabulary_is_named(http: httpx.Client) -> None:
 
 
 def test_embeddings_are_refused_with_a_reason(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+    with pytest.raises(openai.BadRequestError, match="does not compute embeddings"):
         client.embeddings.create(model=NAME, input="x")

@@ -18,7 +18,7 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.chat_form import shows_special
-from stepwell.server.api.tool_choice import tool_choice_of
+from stepwell.server.api.grammars import tool_choice_of
 from stepwell.server.errors import ApiError
 
 TEMPLATE = "{# tool_calls: <tool_call>, <think> #}{% if tools %}{{ tools | tojson }}{% endif %}" + CHAT_TEMPLATE

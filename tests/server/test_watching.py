@@ -17,9 +17,9 @@ import pytest
 from server.serving import ADMIN, KEY, NAME, PAGE, Held, Running, running
 from stepwell.base.errors import StoreError
 from stepwell.engine.engine import Engine
-from stepwell.server.access.principals import Principal, Tenant
-from stepwell.server.ui import watch_routes
-from stepwell.server.ui.watch_routes import MOST_PATHS, MOST_REQUESTS
+from stepwell.server.access.tenants import Principal, Tenant
+from stepwell.server.ui import routes
+from stepwell.server.ui.routes import MOST_PATHS, MOST_REQUESTS
 from stepwell.store.api import StoreSize, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -31,7 +31,7 @@ PROMPT = "A prompt long enough for several pages, whose words nobody else may re
 
 @pytest.fixture(autouse=True)
 def _nothing_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_routes, "REUSED_S", 0.0)
+    monkeypatch.setattr(routes, "REUSED_S", 0.0)
 
 
 def say(http: httpx.Client, prompt: str, **more: object) -> None:
@@ -146,7 +146,7 @@ def test_what_has_a_salt_is_for_the_admin_token(fresh: Running) -> None:
 
 
 def test_a_survey_is_handed_out_again_for_a_moment(fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_routes, "REUSED_S", PATIENCE_S)
+    monkeypatch.setattr(routes, "REUSED_S", PATIENCE_S)
     with client(fresh) as http, client(fresh, ADMIN) as admin:
         say(http, PROMPT)
         fresh.settle(lambda engine: engine.num_open == 0)
@@ -157,14 +157,14 @@ def test_a_survey_is_handed_out_again_for_a_moment(fresh: Running, monkeypatch: 
 
 
 def test_many_who_look_at_once_cost_one_survey(fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch_routes, "REUSED_S", PATIENCE_S)
-    made, surveyed = watch_routes._tree, []
+    monkeypatch.setattr(routes, "REUSED_S", PATIENCE_S)
+    made, surveyed = routes._tree, []
 
     def counted(engine: Engine, *, salted: bool) -> dict[str, object]:
         surveyed.append(salted)
         return made(engine, salted=salted)
 
-    monkeypatch.setattr(watch_routes, "_tree", counted)
+    monkeypatch.setattr(routes, "_tree", counted)
     busy = threading.Event()
     with client(fresh) as http, ThreadPoolExecutor(8) as pool:
         held = pool.submit(fresh.on_engine, lambda engine: busy.wait(PATIENCE_S))

@@ -99,7 +99,7 @@ def signatures(_: Path) -> dict[str, object]:
     from sglang.srt.server_args import ServerArgs
 
     from stepwell.connectors.sglang import StepwellHiCache, StepwellLinker
-    from stepwell.connectors.sglang.weights import READ
+    from stepwell.connectors.sglang.settings import READ
 
     started_with = ServerArgs(model_path="none")
     wrong += [f"ServerArgs has no {name}" for name in READ if not hasattr(started_with, name)]

@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from server.serving import ADMIN, KEY, NAME, Held, Running, running
-from stepwell.server.access.principals import Principal, Tenant
+from stepwell.server.access.tenants import Principal, Tenant
 from ui.looking import PROMPT, ask, give, is_shown, text_of, wait_for
 from waiting import PATIENCE_S
 

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from stepwell.base.errors import ConfigError
-from stepwell.cli import answer_options, mooncake_config
-from stepwell.cli.doctor import libraries
+from stepwell.cli import answer_options, doctor, engine_options
 from stepwell.cli.main import build_parser
 
 yaml = pytest.importorskip("yaml")
@@ -108,7 +107,7 @@ def test_who_listens_beyond_the_machine_wants_a_key() -> None:
 
 
 def test_variables_are_ones_that_the_program_reads() -> None:
-    known = {"STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN", *mooncake_config._OPTIONS}
+    known = {"STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN", *engine_options._MOONCAKE_OPTIONS}
     named = {name for service in servers().values() for name in service["environment"]}
     named |= {each["name"] for each in container()["env"]}
     assert named <= known
@@ -127,7 +126,7 @@ def test_two_servers_share_one_mooncake_on_a_network_of_its_own() -> None:
 
 
 def test_probes_ask_for_what_the_server_answers() -> None:
-    served = set(re.findall(r'@router\.(?:get|api_route)\("(/\w+)"', (SOURCE / "server/probes.py").read_text()))
+    served = set(re.findall(r'@router\.(?:get|api_route)\("(/\w+)"', (SOURCE / "server/app.py").read_text()))
     probes = {name: container()[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startup": "/health",
@@ -159,7 +158,7 @@ def test_extras_that_the_image_installs_are_there() -> None:
     there = set(re.findall(r"^(\w+) = \[", text.split("[project.optional-dependencies]")[1].split("[project.scripts]")[0], re.M))
     named = [found[1] for word, rest in dockerfile() if word == "ENV" and (found := re.match(r"EXTRAS=(\S+)", rest))]
     assert len(named) == 2 and all(set(each.split(",")) <= there for each in named)
-    assert all(libraries.EXTRAS.keys() <= set(each.split(",")) for each in named), "what the server can do, the image can"
+    assert all(doctor.EXTRAS.keys() <= set(each.split(",")) for each in named), "what the server can do, the image can"
 
 
 def test_services_and_volumes_of_the_cluster_fit_together() -> None:

@@ -83,7 +83,7 @@ def test_media_are_described_as_the_connector_reads_them() -> None:
     from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
-    from stepwell.connectors.vllm.request_tokens import RequestTokens, media_refusal
+    from stepwell.connectors.vllm.requests import RequestTokens, media_refusal
 
     needed = {"mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method"}
     assert needed <= {each.name for each in fields(MultiModalConfig)}

@@ -1,6 +1,6 @@
-"""Options of `stepwell serve` for how a model is offered: its names, its template, how long answers may be and take.
+"""Options of `stepwell serve` for the model's names, its chat template, and limits of answers.
 
-Read and checked before weights are. Starts nothing.
+Parsed and checked before weights are read.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ _LARGEST_TEMPLATE = 1 << 20
 def configure(group: ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", action="extend", metavar="NAME",
-        help="what clients may call the model, one name or several (default: its own name)",
+        help="names of the model in requests (default: its own name)",
     )  # fmt: skip
-    group.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's own")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja template in place of the model's own")
     group.add_argument(
         "--max-model-len", type=int, metavar="N",
-        help="most tokens of a prompt and its answer (default: what the model was made for and memory holds)",
+        help="most tokens of a prompt and its answer (default: the model's limit, or what fits into memory)",
     )  # fmt: skip
     group.add_argument(
         "--default-max-tokens", type=int, metavar="N",
-        help="length of answers where a request does not say, or what fits (default: 16 for completions, for chats all)",
+        help="length of answers to requests without max_tokens (default: 16 for completions, unlimited for chats)",
     )  # fmt: skip
     group.add_argument(
         "--request-timeout", type=float, metavar="SECONDS",
-        help="after which a request ends with an error, in the queue or under way (default: none)",
+        help="time after which a waiting or running request ends with an error (default: none)",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """What was asked for, checked. Without names the model has its own; without a template its own too."""
+class AnswerOptions:
+    """The checked options. Without names or a template, the model's own are used."""
 
     names: tuple[str, ...] = ()
     template: str | None = None
@@ -50,7 +50,7 @@ class Offered:
     request_timeout_s: float | None = None
 
     def serving(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """As `ModelServer` takes it."""
+        """The arguments for `ModelServer`."""
         name, *aliases = self.names or (checkpoint.name,)
         return {
             "name": name,
@@ -63,14 +63,14 @@ class Offered:
     def summary(self) -> list[tuple[str, str]]:
         limits = []
         if self.default_max_tokens is not None:
-            limits.append(f"{self.default_max_tokens:,} tokens where a request does not say")
+            limits.append(f"{self.default_max_tokens:,} tokens by default")
         if self.request_timeout_s is not None:
             limits.append(f"{self.request_timeout_s:g} s a request")
         return [("answers", ", ".join(limits))] if limits else []
 
 
-def read(args: Namespace) -> Offered:
-    """Raises ConfigError for what cannot work, and for a template that cannot be read or compiled."""
+def read(args: Namespace) -> AnswerOptions:
+    """Raises ConfigError for invalid options, and for a template that cannot be read or compiled."""
     names = tuple(dict.fromkeys(args.served_model_name or ()))
     if not all(names):
         raise ConfigError("--served-model-name must not be empty: leave it out for the model's own name")
@@ -78,7 +78,7 @@ def read(args: Namespace) -> Offered:
         raise ConfigError(f"--default-max-tokens must be at least 1, got {args.default_max_tokens}")
     if args.request_timeout is not None and not 0 < args.request_timeout < float("inf"):
         raise ConfigError(f"--request-timeout must be more than 0 seconds, got {args.request_timeout}; leave it out for none")
-    return Offered(
+    return AnswerOptions(
         names=names,
         template=None if args.chat_template is None else _template(Path(args.chat_template)),
         default_max_tokens=args.default_max_tokens,
@@ -93,11 +93,11 @@ def _template(file: Path) -> str:
         with file.open("rb") as opened:
             raw = opened.read(_LARGEST_TEMPLATE + 1)
         if len(raw) > _LARGEST_TEMPLATE:
-            raise ConfigError(f"--chat-template {file} is larger than {format_bytes(_LARGEST_TEMPLATE)}: it is no template")
+            raise ConfigError(f"--chat-template {file} is larger than {format_bytes(_LARGEST_TEMPLATE)}: is it a template?")
         source = raw.decode()
     except OSError as error:
         raise ConfigError(f"--chat-template cannot be read: {error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"--chat-template {file} must be text in UTF-8") from None
-    ChatTemplate(source)  # it says so now if it is none, not after weights were read
+        raise ConfigError(f"--chat-template {file} must be UTF-8 text") from None
+    ChatTemplate(source)  # fails now, not after weights were read
     return source

@@ -12,22 +12,48 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from typing import TextIO
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
+from stepwell.base.meters import Clock, SystemClock
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import parse_tier
+from stepwell.cli.command import printable
 from stepwell.cli.engine_options import add_write_policy, write_policy
-from stepwell.cli.printable import printable
-from stepwell.cli.progress_lines import ProgressLines
 from stepwell.sim.case import Case
 from stepwell.sim.files import TraceFile
 from stepwell.sim.hardware import Hardware, hardware_from
 from stepwell.sim.policies import DEFAULT, POLICIES
 from stepwell.sim.trace import Trace
 
-PIPE_WIDTH = 160  # columns when the output is not a terminal: no cell is cut
+LINE_S = 15.0  # between two lines
+
+
+class ProgressLines:
+    """Prints nothing on a terminal, and nothing in the first seconds. One thread."""
+
+    def __init__(self, *, clock: Clock | None = None, stream: TextIO | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._stream = stream or sys.stderr
+        self._began_s = self._said_s = self._clock.now()
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Reports that `done` of `total` of `what` are done."""
+        now = self._clock.now()
+        if self._stream.isatty() or now - self._said_s < LINE_S or not 0 < done <= total:
+            return
+        self._said_s = now
+        left_s = (now - self._began_s) * (total - done) / done
+        print(f"{what}: {done / total:.0%} done, about {span(left_s)} to go", file=self._stream, flush=True)
+
+
+def span(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
+
+
+PIPE_WIDTH = 120  # columns if the output is not a terminal
 _SIZES = {
     Tier.DEVICE: ("device_memory", "80GiB", "memory of the device tier"),
     Tier.HOST: ("host_memory", "512GiB", "memory of the host tier; 0 or none for no host tier"),
@@ -166,7 +192,7 @@ def print_table(
 
     table = Table(title=escape(printable(title)), title_justify="left", caption=caption)
     for at, head in enumerate(heads):
-        table.add_column(escape(head), justify="left" if at < words else "right")
+        table.add_column(escape(head), justify="left" if at < words else "right", no_wrap=at < words, overflow="fold")
     for row in rows:
         table.add_row(*[escape(printable(cell)) for cell in row])
     Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)

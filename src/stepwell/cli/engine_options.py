@@ -1,6 +1,7 @@
-"""Options of `stepwell serve` for the engine: what computes, with how much memory, over which store.
+"""Options of `stepwell serve` for the engine: device, memory, tiers and store.
 
-Read and checked before weights are. Starts nothing.
+Parsed and checked before weights are read. Also translates the `MOONCAKE_*` variables of Mooncake's own clients to options of
+`open_store("mooncake:", options=...)`; `stepwell.store.mooncake.config` defines their values.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.units import is_none, parse_bytes
-from stepwell.cli.mooncake_config import mooncake_options
 from stepwell.policy.write_choice import AUTO
 from stepwell.store.key_file import read_store_key
 
 if TYPE_CHECKING:
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.scheduling.scheduler import Limits
-    from stepwell.server.access.principals import Principals
+    from stepwell.server.access.tenants import Principals
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -36,67 +36,74 @@ def configure(parser: ArgumentParser) -> None:
 def _configure_engine(group: ArgumentGroup) -> None:
     group.add_argument(
         "--device", default="auto",
-        help="auto, cpu, cuda or cuda:NUMBER, or with --tensor-parallel one for each rank, as in cuda:2,cuda:3 (default: auto)",
+        help="auto, cpu, cuda or cuda:NUMBER; with --tensor-parallel one per rank, as in cuda:2,cuda:3 (default: auto)",
     )  # fmt: skip
     group.add_argument("--dtype", default="auto", help="fp32, bf16 or fp16 (default: by device)")
     group.add_argument(
         "--kernels", default="auto", metavar="NAME",
-        help="what runs attention and the like: auto, torch or flashinfer (default: the fastest there is)",
+        help="kernels for attention and other operations: auto, torch or flashinfer (default: the fastest available)",
     )  # fmt: skip
-    group.add_argument("--kv-dtype", metavar="DTYPE", help=f"what attention rows are kept in: {', '.join(KV_DTYPES)}")
+    group.add_argument(
+        "--kv-dtype", metavar="DTYPE", help=f"dtype of keys and values: {', '.join(KV_DTYPES)} (default: the model's own)"
+    )
     group.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
     group.add_argument(
-        "--draft", metavar="PATH|mtp", help="a smaller model that guesses tokens ahead, or mtp: the model's own layer"
+        "--draft",
+        metavar="PATH|mtp",
+        help="a smaller model that proposes tokens for speculative decoding; mtp for the model's own layer",
     )
-    group.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens guessed at once (default: 4)")
+    group.add_argument("--draft-tokens", type=int, default=4, metavar="N", help="tokens proposed at once (default: 4)")
     group.add_argument(
         "--sparse", choices=("dsa", "quest", "clusterkv"),
-        help="what picks the tokens that answers look at: quest or clusterkv, or dsa: the model's own index",
+        help="select the tokens that decode steps attend to: quest or clusterkv (approximate), or dsa, the model's own index",
     )  # fmt: skip
-    group.add_argument("--sparse-budget", type=int, metavar="N", help="tokens that are picked (default: 2048)")
+    group.add_argument("--sparse-budget", type=int, metavar="N", help="tokens selected by --sparse (default: 2048)")
     group.add_argument(
         "--hot-rows", type=int, metavar="N",
-        help="with --sparse: attention rows may be on the host alone, and a request keeps N of each layer on the device "
-        "(default: 4096 with dsa; else rows stay on the device)",
+        help="with --sparse: keep rows on the host, and up to N of each layer per request on the device "
+        "(default: 4096 with dsa; otherwise all rows stay on the device)",
     )  # fmt: skip
 
 
 def _configure_batches(group: ArgumentGroup) -> None:
-    group.add_argument("--max-running", type=int, metavar="N", help="requests computed at once (default: 32; on a GPU 64)")
-    group.add_argument("--chunk-tokens", type=int, metavar="N", help="tokens computed in one pass (default: 512; on a GPU 8192)")
+    group.add_argument("--max-running", type=int, metavar="N", help="most requests in a batch (default: 32; on a GPU 64)")
+    group.add_argument("--chunk-tokens", type=int, metavar="N", help="most tokens in a pass (default: 512; on a GPU 8192)")
     group.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N",
-        help="ranks that compute the model together, each in a process of its own, and on a GPU of its own unless --device says "
-        "otherwise (default: 1)",
+        help="number of ranks, each in a process and on a GPU of its own unless --device names others (default: 1)",
     )  # fmt: skip
     group.add_argument(
         "--restart-workers", action="store_true",
-        help="with --tensor-parallel: when a rank is lost, start all anew; host memory and store stay warm",
+        help="with --tensor-parallel: restart all ranks when one dies; host memory and store stay warm",
     )  # fmt: skip
 
 
 def _configure_cache(group: ArgumentGroup) -> None:
     group.add_argument(
         "--device-memory", metavar="SIZE",
-        help="of the device tier, as in 8GiB, or 70%% of what the weights leave free (default on a GPU: 88%%)",
+        help="size of the device tier, as in 8GiB, or 70%% of what the weights leave free (default on a GPU: 88%%)",
     )  # fmt: skip
-    group.add_argument("--host-memory", metavar="SIZE", help="of the host tier; 0 or none for no such tier (default: up to 8GiB)")
+    group.add_argument(
+        "--host-memory", metavar="SIZE", help="size of the host tier; 0 or none for no host tier (default: up to 8GiB)"
+    )
     group.add_argument(
         "--store", metavar="STORE",
-        help="log:DIR, shared-log:DIR, mooncake:[FILE], memory:, or one of another package; none for no store (default: none)",
+        help="store below the host tier: log:DIR, shared-log:DIR, mooncake:[FILE], memory: or one of a plugin (default: none)",
     )  # fmt: skip
-    group.add_argument("--store-budget", metavar="SIZE", help="of a log or memory store, as in 50GiB")
-    group.add_argument("--store-option", action="append", default=[], metavar="NAME=VALUE", help="any other option of the store")
+    group.add_argument("--store-budget", metavar="SIZE", help="size of a log or memory store, as in 50GiB")
+    group.add_argument(
+        "--store-option", action="append", default=[], metavar="NAME=VALUE", help="another option of the store; repeatable"
+    )
     group.add_argument(
         "--store-key-file",
         metavar="FILE",
-        help="stamp values with the key in it, and use only those stamped so; `stepwell store new-key` makes one",
+        help="stamp values with the key in FILE, and use only values with that stamp; create one with `stepwell store new-key`",
     )
     add_write_policy(group)
 
 
 def add_write_policy(group: ArgumentGroup) -> None:
-    """When pages go down: the same options where a cache serves and where it is simulated."""
+    """Adds the options for writing to lower tiers, which `serve` and the replays share."""
     group.add_argument(
         "--write-policy", choices=[AUTO, *WRITE_NAMES], default=AUTO, metavar="POLICY",
         help="when pages go to the host: through, selective or exclusive; SGLang's names are accepted too "
@@ -110,28 +117,28 @@ def add_write_policy(group: ArgumentGroup) -> None:
 
 
 def write_policy(args: Namespace) -> WritePolicy | None:
-    """None where the sizes of the tiers decide."""
+    """None if the sizes of the tiers decide."""
     return None if args.write_policy == AUTO else WritePolicy(args.write_policy)
 
 
 def _configure_checkpoints(group: ArgumentGroup) -> None:
     group.add_argument(
         "--prefetch-policy", choices=[each.value for each in PrefetchPolicy], default="timeout",
-        help="how long requests wait for the store (default: timeout)",
+        help="whether requests wait for the store (default: timeout)",
     )  # fmt: skip
     group.add_argument(
         "--checkpoint-interval", type=int, metavar="TOKENS",
-        help="distance of checkpoints in a prompt, for models that need them (default: 8192, or what suits the model)",
+        help="distance of checkpoints within a prompt (default: 8192, or what suits the model)",
     )  # fmt: skip
     group.add_argument(
         "--checkpoint-dtype", choices=CHECKPOINT_DTYPES,
-        help="checkpoints in eight bits on the host and in the store: smaller, and not exact any more (default: exact)",
+        help="store checkpoints in eight bits on the host and below: smaller, but no longer exact (default: exact)",
     )  # fmt: skip
     group.add_argument(
         "--checkpoint-delay",
         type=float,
         metavar="SECONDS",
-        help="before a checkpoint is stored; what the next turn supersedes by then is not (default: 30; 0 for a shared store)",
+        help="delay before a checkpoint is stored, unless the next turn supersedes it (default: 30; 0 for a shared store)",
     )
 
 
@@ -172,7 +179,7 @@ def read(args: Namespace, environment: Mapping[str, str], principals: Principals
 
 
 def _limits(args: Namespace) -> Limits | None:
-    """What was asked for, and otherwise what suits the device."""
+    """The given limits, and the device's defaults for the others; None without any."""
     from stepwell.engine.building.settings import EngineConfig, limits_for
 
     asked = {"max_running": args.max_running, "chunk_tokens": args.chunk_tokens}
@@ -181,15 +188,15 @@ def _limits(args: Namespace) -> Limits | None:
 
 
 def store_options(args: Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment's for Mooncake, then what the arguments say. Raises ConfigError."""
+    """Options of the store from the environment (Mooncake), then from the arguments. Raises ConfigError."""
     if is_none(args.store):
         if args.store_budget is not None or args.store_option:
-            raise ConfigError("--store-budget and --store-option need a --store, as in --store log:DIR")
+            raise ConfigError("--store-budget and --store-option need --store, as in --store log:DIR")
         return {}
     name, _, location = args.store.partition(":")
     options = mooncake_options(environment) if name == "mooncake" else {}
     if location:
-        options.pop("config_path", None)  # the file that the argument names stands before the environment's
+        options.pop("config_path", None)  # the argument's file overrides the environment's
     if args.store_budget is not None:
         must_be_size("--store-budget", args.store_budget)
         options["budget"] = args.store_budget
@@ -209,3 +216,27 @@ def must_be_size(flag: str, amount: str) -> None:
         raise ConfigError(f"{flag}: {error}") from None
     if not size_bytes:
         raise ConfigError(f"{flag} must be more than 0, got {amount}")
+
+
+_MOONCAKE_OPTIONS = {
+    "MOONCAKE_MASTER": "master_server_address",
+    "MOONCAKE_LOCAL_HOSTNAME": "local_hostname",
+    "MOONCAKE_TE_META_DATA_SERVER": "metadata_server",
+    "MOONCAKE_PROTOCOL": "protocol",
+    "MOONCAKE_DEVICE": "device_name",
+    "MOONCAKE_GLOBAL_SEGMENT_SIZE": "global_segment_size",
+    "MOONCAKE_LOCAL_BUFFER_SIZE": "local_buffer_size",
+    "MOONCAKE_TENANT_ID": "tenant_id",
+    "MOONCAKE_OFFLOAD_ENABLED": "enable_ssd_offload",
+    "MOONCAKE_OFFLOAD_FILE_STORAGE_PATH": "ssd_offload_path",
+    "MOONCAKE_ENABLE_CLIENT_HTTP_SERVER": "enable_client_http_server",
+    "MOONCAKE_CLIENT_HTTP_PORT": "client_http_port",
+}
+
+
+def mooncake_options(environment: Mapping[str, str]) -> dict[str, str]:
+    """The options set in the environment. As with Mooncake itself, MOONCAKE_CONFIG_PATH overrides all others."""
+    path = environment.get("MOONCAKE_CONFIG_PATH")
+    if path:
+        return {"config_path": path}
+    return {option: environment[name] for name, option in _MOONCAKE_OPTIONS.items() if environment.get(name)}

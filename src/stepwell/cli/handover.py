@@ -1,4 +1,4 @@
-"""The options of `stepwell serve` for prompts that are computed on one server and answered on another. Heavy imports on use."""
+"""Options of `stepwell serve` for separate prefill and decode servers. Heavy imports on use."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from stepwell.policy.write_choice import AUTO
 if TYPE_CHECKING:
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.server.ahead import Ahead
+    from stepwell.server.ahead import PartSender
     from stepwell.server.handover import Offers, Peers
     from stepwell.store.peer.lane import SharedHost
 
 PEER_TOKEN = "STEPWELL_PEER_TOKEN"
 PREFILL, DECODE = "prefill", "decode"
 _ANY = ("0.0.0.0", "::", "[::]", "")
-_ALWAYS_FETCH = 1.0  # tokens a second: no prompt is taken to be computed here sooner than it is fetched
+_ALWAYS_FETCH = 1.0  # assumed tokens per second of computing, so that fetching always wins
 
 
 def configure(group: ArgumentGroup) -> None:
     group.add_argument(
         "--role", choices=(PREFILL, DECODE),
-        help="compute prompts for other servers, or answer prompts that others have computed",
+        help="prefill: compute prompts for other servers; decode: generate from prompts that others computed",
     )  # fmt: skip
     group.add_argument(
         "--peer", action="append", default=[], metavar="HOST:PORT",
-        help="with --role decode: a prefill server; with --role prefill: a decode server, which gets parts of a prompt while the"
-        " rest is computed; repeat it",
+        help="with --role decode: a prefill server; with --role prefill: a decode server that receives parts of a prompt while"
+        " the rest is computed; repeatable",
     )  # fmt: skip
-    group.add_argument("--peer-token", metavar="TOKEN", help=f"that these servers send to each other; better in {PEER_TOKEN}")
+    group.add_argument("--peer-token", metavar="TOKEN", help=f"shared secret of these servers; safer in {PEER_TOKEN}")
     group.add_argument(
         "--transfer-host", metavar="HOST",
-        help="by which other machines reach this one's transfer engine, which listens on all interfaces (default: --host)",
+        help="this machine's address for other transfer engines; the engine listens on all interfaces (default: --host)",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What was asked for, checked."""
+    """The checked options."""
 
     role: str
     token: str
@@ -55,11 +55,11 @@ class Handover:
     transfer_host: str
 
     def with_shared_memory(self, config: EngineConfig) -> EngineConfig:
-        """Settings of an engine whose host tier other processes can map."""
+        """Settings with a host tier in shared memory."""
         return replace(config, host_block=self.memory.make, write=config.write or WritePolicy.THROUGH)
 
     def offers(self, config: EngineConfig, port: int) -> Offers | None:
-        """What a prefill server offers from, started; None on a decode server. Raises StoreError."""
+        """The started offers of a prefill server; None on a decode server. Raises StoreError."""
         if self.role != PREFILL:
             return None
         from stepwell.server.handover import Offers
@@ -70,16 +70,16 @@ class Handover:
         offers.start()
         return offers
 
-    def ahead(self, offers: Offers | None) -> Ahead | None:
-        """Whom a prefill server sends to while it computes; None where it knows nobody."""
+    def ahead(self, offers: Offers | None) -> PartSender | None:
+        """The sender of parts of a prefill server; None without --peer."""
         if offers is None or not self.peers:
             return None
-        from stepwell.server.ahead import Ahead
+        from stepwell.server.ahead import PartSender
 
-        return Ahead(offers, self.peers, self.token)
+        return PartSender(offers, self.peers, self.token)
 
     def peers_of(self, engine: Engine, config: EngineConfig) -> Peers | None:
-        """The servers that a decode server asks, with their store below the engine's host tier; None on a prefill server."""
+        """The peers of a decode server, with their store attached below the engine's host tier; None on a prefill server."""
         if self.role != DECODE:
             return None
         from stepwell.server.handover import Peers
@@ -97,15 +97,15 @@ class Handover:
         asks = f", reads from {named}" if self.role == DECODE else f", sends ahead to {named}" if named else ""
         return [
             ("role", self.role + asks),
-            ("warning", "transfer engines listen on all interfaces and know no keys: keep them on a private network"),
+            ("warning", "transfer engines listen on all interfaces without authentication: keep them on a private network"),
         ]
 
 
 def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
-    """What the arguments say; None without a role. Raises ConfigError."""
+    """The checked options; None without a role. Raises ConfigError."""
     if args.role is None:
         if args.peer or args.peer_token:
-            raise ConfigError("--peer and --peer-token are for servers with a --role")
+            raise ConfigError("--peer and --peer-token need --role")
         return None
     token = args.peer_token or environment.get(PEER_TOKEN) or ""
     if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
@@ -113,12 +113,12 @@ def read(args: Namespace, environment: Mapping[str, str]) -> Handover | None:
     if args.role == DECODE and not args.peer:
         raise ConfigError("--role decode needs the address of a prefill server: --peer HOST:PORT")
     if args.role == DECODE and args.store is not None:
-        raise ConfigError("--role decode reads from prefill servers, and has no other store: leave --store out")
+        raise ConfigError("--role decode reads from prefill servers only: leave --store out")
     if args.role == PREFILL and args.write_policy != AUTO and not WritePolicy(args.write_policy).saves_on_commit:
         raise ConfigError("--role prefill hands out what is on the host: it needs --write-policy through")
     host = args.transfer_host or args.host
     if host in _ANY:
-        raise ConfigError(f"other servers cannot reach this one as {host}: name it as they do with --transfer-host")
+        raise ConfigError(f"other servers cannot reach this one as {host}: give its address with --transfer-host")
     from stepwell.store.peer.lane import SharedHost
 
     return Handover(

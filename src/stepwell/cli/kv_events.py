@@ -1,4 +1,4 @@
-"""The options of `stepwell serve` that say where it publishes what is cached. Imports no ZeroMQ unless one was given."""
+"""Options of `stepwell serve` for publishing cache events. Imports ZeroMQ only if they are used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _PUBLISH = "tcp://127.0.0.1:5557"
 def configure(group: ArgumentGroup) -> None:
     group.add_argument(
         "--kv-events", nargs="?", const=_PUBLISH, metavar="ADDRESS",
-        help=f"publish what is cached, for routers, as vLLM does over ZeroMQ (without an address: {_PUBLISH})",
+        help=f"publish cache events for routers over ZeroMQ, in vLLM's format (without an address: {_PUBLISH})",
     )  # fmt: skip
     group.add_argument(
-        "--kv-events-replay", metavar="ADDRESS", help="where routers ask for events that they missed, as in tcp://127.0.0.1:5558"
+        "--kv-events-replay", metavar="ADDRESS", help="address at which routers request missed events, as in tcp://127.0.0.1:5558"
     )
-    group.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="of the events; some routers want one")
+    group.add_argument("--kv-events-topic", default="", metavar="TOPIC", help="topic of the events; some routers require one")
 
 
 def open_socket(args: Namespace) -> ZmqEvents | None:
-    """Takes the addresses that were given; None where there is none. Raises ConfigError."""
+    """Binds the given addresses; None without any. Raises ConfigError."""
     addresses = _addresses(args)
     if addresses is None:
         return None
@@ -36,14 +36,17 @@ def open_socket(args: Namespace) -> ZmqEvents | None:
 
 
 def summary(args: Namespace) -> list[tuple[str, str]]:
-    """What people should know before the first request."""
+    """Lines for the start-up summary."""
     addresses = _addresses(args)
     if addresses is None:
         return []
-    lines = [("KV events", addresses.publish + (f", old ones at {addresses.replay}" if addresses.replay else ""))]
+    lines = [("KV events", addresses.publish + (f", replay at {addresses.replay}" if addresses.replay else ""))]
     if beyond := addresses.beyond_this_machine:
         lines.append(
-            ("warning", f"whoever reaches {' or '.join(beyond)} can read prompts and salts: keep it on a private network")
+            (
+                "warning",
+                f"every client that reaches {' or '.join(beyond)} can read prompts and salts: keep it on a private network",
+            )
         )
     return lines
 

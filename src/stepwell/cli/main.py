@@ -1,6 +1,6 @@
-"""The `stepwell` command: finds the subcommand, and turns every error of the user's into one line.
+"""The `stepwell` command: runs a subcommand, and prints a user's error as one line.
 
-Does no work of its own. A new subcommand is a module with a `COMMAND`, named once in `COMMANDS`.
+A new subcommand is a module with a `COMMAND`, listed in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stepwell import __version__
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.extras import install
 from stepwell.cli import build_kernels, demo, doctor, explain, plan, replay, serve, spec, store, trace
-from stepwell.cli.command import EXIT_USER_ERROR, Command
-from stepwell.cli.flags import with_flags
-from stepwell.cli.printable import printable
+from stepwell.cli.command import EXIT_USER_ERROR, Command, printable, with_flags
 
 COMMANDS: tuple[Command, ...] = (
     build_kernels.COMMAND, demo.COMMAND, doctor.COMMAND, explain.COMMAND, plan.COMMAND, replay.COMMAND,
@@ -31,6 +29,14 @@ _NEGATIVE = re.compile(r"-\d")
 
 
 class _Parser(ArgumentParser):
+    """Raises ConfigError for a wrong command line, and refers to the help of the subcommand that has the error."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
@@ -57,21 +63,18 @@ def _run(command: Command, args: Namespace) -> int:
 
 
 def _parse(argv: Sequence[str]) -> Namespace:
-    """Reads a command line. An amount below zero is a value, not an option. Raises ConfigError."""
+    """Parses a command line. A negative number after an option is its value. Raises ConfigError."""
     given: list[str] = []
     for each in argv:
         if given and _NEGATIVE.match(each) and given[-1].startswith("--") and "=" not in given[-1]:
             given[-1] += f"={each}"
         else:
             given.append(each)
-    args, unknown = build_parser().parse_known_args(given)
-    if unknown:
-        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)} (see `stepwell {args.command} --help`)")
-    return args
+    return build_parser().parse_args(given)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit status; 2 when the user has to change something."""
+    """Runs one command line and returns its exit status; 2 for a user's error."""
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
         status = int(args.run(args))
@@ -82,6 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader left, as `head` does: nothing more to say, not even at exit
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does: write nothing more, not even at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -1,4 +1,4 @@
-"""The option of `stepwell serve` that says where spans go. Without a place to send them, OpenTelemetry is not imported."""
+"""Options of `stepwell serve` for tracing. Imports OpenTelemetry only if there is an endpoint."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MISSING = f"spans need OpenTelemetry, which is not installed: {install('otel')}
 def configure(group: ArgumentGroup) -> None:
     group.add_argument(
         "--otlp-endpoint", metavar="URL",
-        help=f"an OpenTelemetry collector that gets spans of each request, as in http://127.0.0.1:4318 (or {_ENDPOINTS[1]})",
+        help=f"OpenTelemetry collector for spans of requests, as in http://127.0.0.1:4318 (default: {_ENDPOINTS[1]})",
     )  # fmt: skip
 
 
 def check(args: Namespace) -> None:
-    """Raises ConfigError for what cannot work, before weights are read."""
+    """Raises ConfigError for an invalid endpoint or a missing package, before weights are read."""
     if args.otlp_endpoint is None:
         return
     if not _is_url(args.otlp_endpoint):
@@ -41,7 +41,7 @@ def check(args: Namespace) -> None:
 
 
 def open_traces(args: Namespace, environment: Mapping[str, str], *, model: str, clock: Clock) -> Traces | None:
-    """None where no place was named, or where only the environment names one and OpenTelemetry is not here."""
+    """None without an endpoint, or if only the environment names one and OpenTelemetry is not installed."""
     if _where(args, environment) is None:
         return None
     if not _installed():
@@ -53,15 +53,15 @@ def open_traces(args: Namespace, environment: Mapping[str, str], *, model: str, 
 
 
 def summary(args: Namespace, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What people should know before the first request."""
+    """Lines for the start-up summary."""
     where = _where(args, environment)
     if where is None or not _installed():
         return []
-    return [("spans", re.sub("//[^/]*@", "//", where))]  # without a password
+    return [("spans", re.sub("//[^/]*@", "//", where))]  # hides a password
 
 
 def _where(args: Namespace, environment: Mapping[str, str]) -> str | None:
-    """Where spans go: the argument, else what the standard variables say; None for nowhere."""
+    """The endpoint: the argument, else the standard variables; None without any."""
     if args.otlp_endpoint is not None:
         return str(args.otlp_endpoint)
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or environment.get("OTEL_TRACES_EXPORTER") == "none":
@@ -73,7 +73,7 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # half an address of IPv6, or a port that is no number
+    except ValueError:  # a malformed IPv6 address or port
         return False
 
 

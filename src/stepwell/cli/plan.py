@@ -15,9 +15,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import SystemClock
 from stepwell.base.units import counted
-from stepwell.cli.cases import add_arguments, cases_of, one_or_all, print_table, wants_tables, write
+from stepwell.cli.cases import ProgressLines, add_arguments, cases_of, one_or_all, print_table, span, wants_tables, write
 from stepwell.cli.command import Command
-from stepwell.cli.progress_lines import ProgressLines, span
 from stepwell.sim.case import TIERS, Case
 from stepwell.sim.plan import Plan, Prices, plan_of
 from stepwell.sim.plan_chart import short_bytes

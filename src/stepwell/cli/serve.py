@@ -1,6 +1,6 @@
-"""`stepwell serve`: a model behind an OpenAI-compatible server, with the cache under it.
+"""`stepwell serve`: a model behind an OpenAI-compatible server, with the cache below it.
 
-Reads arguments and environment, prints what was made of them, and hands over. Everything heavy is imported when it runs.
+Reads arguments and environment, prints a summary, and runs the server. Heavy imports happen on use.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from stepwell.base.config import MAX_PRIORITY
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.units import parse_bytes
 from stepwell.cli import answer_options, engine_options, handover, kv_events, otlp, serve_summary
-from stepwell.cli.command import EXIT_USER_ERROR, Command
-from stepwell.cli.flags import with_flags
+from stepwell.cli.command import EXIT_USER_ERROR, Command, with_flags
 
 if TYPE_CHECKING:
-    from stepwell.cli.answer_options import Offered
+    from stepwell.cli.answer_options import AnswerOptions
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.server.access.principals import Secrets, Tenant
-    from stepwell.server.access.tenants import TenantsFile
+    from stepwell.server.access.tenants import Secrets, Tenant, TenantsFile
 
 log = logging.getLogger(__name__)
 
 _API_KEY, _ADMIN_TOKEN = "STEPWELL_API_KEY", "STEPWELL_ADMIN_TOKEN"
 _OPEN_FILES = 65536
 _NO_TEMPLATE = (
-    "the model has no chat template: chats are written as 'user: ...' and 'assistant:', and end where the model begins another "
-    "such line; give --chat-template FILE, or ask /v1/completions"
+    "the model has no chat template: messages are written as 'user: ...' and 'assistant:', and an answer ends where the model "
+    "begins another such line; give --chat-template FILE, or use /v1/completions"
 )
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -50,16 +48,18 @@ _LOCAL = ("127.0.0.1", "::1", "localhost")
 def configure(parser: ArgumentParser) -> None:
     parser.usage = "stepwell serve --model PATH_OR_NAME [OPTION ...]"
     model = parser.add_argument_group("model and answers")
-    model.add_argument("--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a name")
+    model.add_argument(
+        "--model", required=True, metavar="PATH_OR_NAME", help="a Hugging Face directory, a .gguf file, or a known name"
+    )
     answer_options.configure(model)
     model.add_argument(
         "--tool-parser", default="auto", metavar="NAME",
-        help="how the model writes calls of tools: hermes, glm, llama3, mistral, deepseek, kimi, harmony, "
+        help="format of tool calls: hermes, glm, llama3, mistral, deepseek, kimi, harmony, "
         "gemma, functiongemma, none (default: auto)",
     )  # fmt: skip
     model.add_argument(
         "--reasoning-parser", default="auto", metavar="NAME",
-        help="how the model sets its reasoning apart: think, mistral, harmony, none (default: auto)",
+        help="format of reasoning: think, mistral, harmony, none (default: auto)",
     )  # fmt: skip
     engine_options.configure(parser)
     _configure_access(parser.add_argument_group("address and access"))
@@ -67,38 +67,48 @@ def configure(parser: ArgumentParser) -> None:
     handover.configure(parser.add_argument_group("prefill and decode servers"))
     monitoring = parser.add_argument_group("stopping and monitoring")
     monitoring.add_argument(
-        "--drain", type=float, default=30.0, metavar="SECONDS", help="that answers have to finish at SIGTERM (default: 30)"
+        "--drain",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time for running answers to finish after SIGTERM (default: 30)",
     )
-    monitoring.add_argument("--open-metrics", action="store_true", help="show /metrics and /v1/loads without the API key")
-    monitoring.add_argument("--vllm-metrics", action="store_true", help="/metrics has the most used series in vLLM's names too")
+    monitoring.add_argument("--open-metrics", action="store_true", help="serve /metrics and /v1/loads without a key")
+    monitoring.add_argument("--vllm-metrics", action="store_true", help="also export the most used series under vLLM's names")
     otlp.configure(monitoring)
     monitoring.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="of the log, on stderr (default: text)"
+        "--log-format", choices=("text", "json"), default="text", help="format of the log on stderr (default: text)"
     )
 
 
 def _configure_access(group: ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine alone)")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
     group.add_argument("--port", type=_port, default=8000, help="port to listen on, 0 for any (default: 8000)")
     group.add_argument(
         "--allow-host",
         action="append",
         default=[],
         metavar="NAME",
-        help="another name by which clients may call 127.0.0.1",
+        help="additional Host name to accept on a loopback address; repeatable",
     )
-    group.add_argument("--api-key", metavar="KEY", help=f"that clients must send; better in {_API_KEY}")
+    group.add_argument("--api-key", metavar="KEY", help=f"key that clients must send; safer in {_API_KEY}")
     group.add_argument(
         "--tenants",
         metavar="FILE",
-        help="JSON: who may ask, with which key, priority, time to live and quota",
+        help="JSON file of tenants: keys, priorities, times to live and quotas",
     )
-    group.add_argument("--admin-token", metavar="TOKEN", help=f"that changes need; better in {_ADMIN_TOKEN}; made if not given")
+    group.add_argument(
+        "--admin-token",
+        metavar="TOKEN",
+        help=f"token for routes that change the cache; safer in {_ADMIN_TOKEN} (default: generated)",
+    )
     group.add_argument("--max-body", default="32MiB", metavar="SIZE", help="largest request body (default: 32MiB)")
     group.add_argument(
-        "--max-priority", type=int, default=0, metavar="N", help="highest priority that requests may ask for, to 10 (default: 0)"
+        "--max-priority", type=int, default=0, metavar="N", help="highest priority of requests, up to 10 (default: 0)"
     )
-    group.add_argument("--hide-version", action="store_true", help="no /version: smg takes a server that has one for vLLM")
+    group.add_argument(
+        "--hide-version", action="store_true", help="do not serve /version: smg takes a server with that route for vLLM"
+    )
 
 
 def _port(text: str) -> int:
@@ -110,9 +120,9 @@ def _port(text: str) -> int:
 def run(args: Namespace) -> int:
     from stepwell.server.monitoring.log_lines import log_to
 
-    with log_to(sys.stderr, args.log_format), _hang_ups() as hung_up:
+    with log_to(sys.stderr, args.log_format), _sighup_signal() as sighup_received:
         try:
-            return _serve(args, hung_up)
+            return _serve(args, sighup_received)
         except StepwellError as error:
             if args.log_format == "text":
                 raise
@@ -121,8 +131,8 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _hang_ups() -> Iterator[Callable[[], bool]]:
-    """Whether SIGHUP came since the last call. SIGHUP never ends the server, also while a model loads."""
+def _sighup_signal() -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether SIGHUP arrived since its last call. SIGHUP never ends the server."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -140,13 +150,13 @@ def _hang_ups() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
+def _serve(args: Namespace, sighup_received: Callable[[], bool]) -> int:
     _allow_open_files()
     offered, keys, tenants = _check_arguments(args)
     began_s = time.monotonic()
     from stepwell.engine.building.build import open_and_build
     from stepwell.engine.ops.guarded import by_library
-    from stepwell.server.access.principals import Principals
+    from stepwell.server.access.tenants import Principals
     from stepwell.server.running import ModelServer, address_of, bind
 
     imported_s = time.monotonic() - began_s
@@ -155,10 +165,10 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     roles = handover.read(args, os.environ)
     if roles is not None:
         config = roles.with_shared_memory(config)
-    config = replace(config, compile_in_background=True)  # the first requests need not wait for a compiler
+    config = replace(config, compile_in_background=True)  # do not wait for compilers
     otlp.check(args)
-    taken = bind(args.host, args.port)  # first: a port that is taken should not cost the loading of a model
-    host: str = taken.getsockname()[0].partition("%")[0]  # however it was spelled
+    taken = bind(args.host, args.port)  # first: fail on a port in use before loading the model
+    host: str = taken.getsockname()[0].partition("%")[0]  # in numeric form
     events = None
     try:
         events = kv_events.open_socket(args)
@@ -179,7 +189,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         principals=principals,
         defaults=checkpoint.defaults,
         max_body_bytes=parse_bytes(args.max_body),
-        hosts=_names(args, host),
+        hosts=_host_names(args, host),
         open_metrics=args.open_metrics,
         vllm_metrics=args.vllm_metrics,
         hide_version=args.hide_version,
@@ -191,8 +201,8 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
         ahead=None if roles is None else roles.ahead(offers),
         peers=None if roles is None else roles.peers_of(engine, config),
         traces=otlp.open_traces(args, os.environ, model=serving["name"], clock=engine.clock),
-        read_tenants=None if args.tenants is None else lambda: _tenants_again(args),
-        hung_up=hung_up,
+        read_tenants=None if args.tenants is None else lambda: _reread_tenants(args),
+        sighup_received=sighup_received,
     )
     started = _start_pass(engine, config)
     made = not (args.admin_token or os.environ.get(_ADMIN_TOKEN))
@@ -209,7 +219,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
     summary += [] if roles is None else roles.summary()
 
     def ready() -> None:
-        _collect_often()
+        _tune_garbage_collector()
         print("\n".join(f"{label:<12}  {value}" for label, value in summary), flush=True)
         fields = {"model": names, "address": address_of(taken), "kernels": kernels}
         log.info("ready", extra={"fields": fields})
@@ -219,7 +229,7 @@ def _serve(args: Namespace, hung_up: Callable[[], bool]) -> int:
 
 
 def _allow_open_files() -> None:
-    """Raises the limit on open files to what the system allows: the usual 1,024 are fewer than the connections of a server."""
+    """Raises the limit on open files: the usual 1,024 are fewer than a server's connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -227,13 +237,13 @@ def _allow_open_files() -> None:
 
 
 def _start_pass(engine: Engine, config: EngineConfig) -> list[tuple[str, str]]:
-    """Builds kernels and measures how fast prompts are computed, before the first request; says what came of it."""
+    """Builds kernels and measures the speed of prefill before the first request. Returns lines for the summary."""
     from stepwell.engine.building.phases import phase
     from stepwell.engine.start_pass import measure_speed
 
     said = []
     if engine.on_cuda:
-        log.info("a first pass: kernels are built")
+        log.info("first pass: building kernels")
         with phase("the first pass"):
             said.append(("first pass", f"took {engine.warm_up():.1f} s"))
     if engine.on_cuda or config.store is not None:
@@ -244,19 +254,19 @@ def _start_pass(engine: Engine, config: EngineConfig) -> list[tuple[str, str]]:
     return said
 
 
-def _collect_often() -> None:
-    """Each connection leaves a ring of a few KB, which only a full collection frees. Python waits with one until what is new is
-    a quarter of all: beside 250,000 objects of libraries that is thousands of requests, and all threads stop while it looks at
-    them. So it looks at none of what is there by now, and more often at the rest.
+def _tune_garbage_collector() -> None:
+    """Each connection leaves a reference cycle of a few KB, which only a full collection frees. Python runs one when new objects
+    exceed a quarter of all objects: with 250,000 objects of libraries, that takes thousands of requests and then stops all
+    threads. Therefore the present objects are frozen, and full collections run more often.
     """
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts what is left: what is frozen counts no more
+    gc.collect()  # updates the count, which then excludes frozen objects
     gc.set_threshold(*gc.get_threshold()[:2], 1)
 
 
-def _check_arguments(args: Namespace) -> tuple[Offered, Secrets, TenantsFile]:
-    """What needs neither PyTorch nor a model is checked before these are loaded. Raises ConfigError."""
+def _check_arguments(args: Namespace) -> tuple[AnswerOptions, Secrets, TenantsFile]:
+    """Checks everything that needs neither PyTorch nor a model. Raises ConfigError."""
     from stepwell.engine.loading.known import must_be_there
 
     must_be_there(args.model)
@@ -286,7 +296,7 @@ def _tenants(args: Namespace) -> TenantsFile:
     return TenantsFile() if args.tenants is None else read_tenants(args.tenants, max_priority=args.max_priority)
 
 
-def _tenants_again(args: Namespace) -> Sequence[Tenant]:
+def _reread_tenants(args: Namespace) -> Sequence[Tenant]:
     """Raises ConfigError."""
     read = _tenants(args)
     for each in read.warnings:
@@ -295,29 +305,27 @@ def _tenants_again(args: Namespace) -> Sequence[Tenant]:
 
 
 def _secrets(args: Namespace, environment: Mapping[str, str]) -> Secrets:
-    from stepwell.server.access.principals import Secrets
+    from stepwell.server.access.tenants import Secrets
 
-    # Only a variable that is empty is one that is not set: an argument is there because somebody meant it.
+    # An empty variable counts as unset; an empty argument does not.
     admin_token = args.admin_token if args.admin_token is not None else environment.get(_ADMIN_TOKEN) or secrets.token_urlsafe(24)
     api_key = args.api_key if args.api_key is not None else environment.get(_API_KEY) or None
     if api_key is not None and args.tenants is not None:
-        raise ConfigError(f"with --tenants each tenant has a key of its own: leave out --api-key, and unset {_API_KEY}")
+        raise ConfigError(f"with --tenants each tenant has its own key: leave out --api-key, and unset {_API_KEY}")
     return Secrets(api_key=api_key, admin_token=admin_token)
 
 
-def _names(args: Namespace, host: str) -> tuple[str, ...]:
-    """By which clients of this machine may call a server that listens on `host`; none where others may, by names of theirs."""
+def _host_names(args: Namespace, host: str) -> tuple[str, ...]:
+    """Accepted Host names of a server on a loopback address; empty for other addresses."""
     return (*_LOCAL, host, args.host, *args.allow_host) if ip_address(host).is_loopback else ()
 
 
 def _warnings(host: str, keys: Secrets, tenants: TenantsFile) -> list[tuple[str, str]]:
-    """`host` is an address that is listened on."""
+    """Warnings for the start-up summary. `host` is the address listened on."""
     found = list(tenants.warnings)
     if keys.api_key is None and not tenants.tenants and not ip_address(host).is_loopback:
-        found.append(f"other machines may reach this address: set an API key, with {_API_KEY}")
+        found.append(f"other machines may reach this address: set an API key in {_API_KEY}")
     return [("warning", each) for each in found]
 
 
-COMMAND = Command(
-    name="serve", summary="Serve a model over HTTP, with OpenAI's API.", configure=configure, run=run, extra="serve"
-)
+COMMAND = Command(name="serve", summary="Serve a model over HTTP with OpenAI's API.", configure=configure, run=run, extra="serve")

@@ -1,4 +1,4 @@
-"""What `stepwell serve` prints when it is ready: what was made of its arguments, line by line. Decides nothing."""
+"""The lines that `stepwell serve` prints when it is ready."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.passes.spilling import SpillReport
     from stepwell.engine.scheduling.footprint import Footprint
-    from stepwell.server.access.principals import Secrets
-    from stepwell.server.access.tenants import TenantsFile
+    from stepwell.server.access.tenants import Secrets, TenantsFile
     from stepwell.server.served import Served
     from stepwell.store.api import Store
 
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 def lines(
     engine: Engine, name: str, config: EngineConfig, address: str, keys: Secrets, tenants: TenantsFile, *, made: bool
 ) -> list[tuple[str, str]]:
-    """What people should know before the first request, line by line."""
+    """Labels and values of the summary."""
     cache, spec = engine.cache, engine.cache.spec
-    sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # nothing is in them yet
+    sizes = {tier: stats.available_bytes for tier, stats in cache.stats().tiers.items()}  # still empty
     measured, key = engine.footprint, config.store_config.key
-    per_token = {Tier.DEVICE: measured.bytes_per_token, Tier.HOST: spec.bytes_per_token}  # ranks have shares of rows on devices
+    per_token = {Tier.DEVICE: measured.bytes_per_token, Tier.HOST: spec.bytes_per_token}  # devices hold each rank's share
     checkpoint = f", {format_bytes(measured.checkpoint_bytes)} per checkpoint" if measured.checkpoint_bytes else ""
     return [
         ("model", f"{name}, up to {engine.max_context:,} tokens a request"),
@@ -42,39 +41,39 @@ def lines(
         ("tiers", ", ".join(_tier(tier.label, size, per_token[tier]) for tier, size in sizes.items() if size)),
         ("store", config.store or "none"),
         ("after a kill", after_a_kill(cache.store.resumable_after_s, engine.stores)),
-        *([] if key is None else [("store key", f"{key.id.hex()}: only what was written with it is used")]),
+        *([] if key is None else [("store key", f"{key.id.hex()}: only values written with it are used")]),
         ("admin token", f"{keys.admin_token} (for this run)" if made else "as given"),
-        ("API key", _who_may_ask(keys, tenants)),
+        ("API key", _api_key_line(keys, tenants)),
         ("page", f"{address}/ui"),
         ("address", address),
     ]
 
 
 def after_a_kill(resumable_after_s: float | None, stores: Sequence[Store]) -> str:
-    """What a restart finds again after `kill -9`, or when the kernel is out of memory."""
+    """What a restart can resume after `kill -9` or an out-of-memory kill."""
     if resumable_after_s:
         return f"what was cached up to {resumable_after_s:g} s ago can be resumed from the store"
     if resumable_after_s is not None:
-        return "what was cached can be resumed from the store, except what was on its way there"
+        return "cached prompts can be resumed from the store, except pages in flight"
     if not any(store.traits.outlives_process for store in stores):
         return "everything cached is lost: no store outlives the server (--store)"
     return "what is only in memory is lost (--no-durable)"
 
 
 def sparse(picks: Sparse, rows: SpillReport | None) -> str:
-    """What picks; where rows may be on the host alone, how many are hot, and what is set aside for that."""
-    hot = "" if rows is None else f", {rows.hot_rows:,} hot rows a request, {format_bytes(rows.beside_bytes)} beside pages"
+    """The selector, and with rows on the host the number of hot rows and the memory reserved for them."""
+    hot = "" if rows is None else f", {rows.hot_rows:,} hot rows a request, {format_bytes(rows.beside_bytes)} reserved for them"
     return (picks.identity or picks.selector) + hot
 
 
 def formats(served: Served) -> str:
-    """How calls of tools and reasoning are found in answers: by which parsers, where the template shows one."""
+    """The parsers of tool calls and reasoning."""
     found = {"tool calls": served.tool_parser, "reasoning": served.reasoning_parser}
-    return ", ".join(f"{what}: {parser or 'not looked for'}" for what, parser in found.items())
+    return ", ".join(f"{what}: {parser or 'not parsed'}" for what, parser in found.items())
 
 
 def narrow(measured: Footprint, spec: ModelSpec) -> str:
-    """What checkpoints in eight bits take, and what they cost."""
+    """The size of checkpoints in eight bits, and their effect."""
     from stepwell.engine.scheduling.footprint import footprint_of
 
     assert spec.narrow is not None, f"checkpoints of {spec.name!r} are exact"
@@ -87,16 +86,16 @@ def narrow(measured: Footprint, spec: ModelSpec) -> str:
 
 def _ranks(engine: Engine, config: EngineConfig) -> str:
     pids = "" if engine.ranks is None else f", processes {', '.join(map(str, engine.ranks.pids))}"
-    return f"{config.tensor_parallel}{pids}{'; started anew when one is lost' if config.restart_workers else ''}"
+    return f"{config.tensor_parallel}{pids}{'; restarted when one dies' if config.restart_workers else ''}"
 
 
 def _tier(label: str, size: int, bytes_per_token: Fraction) -> str:
-    """Its size, and how many tokens that are where each token takes some."""
+    """A tier's size, also in tokens if tokens take memory."""
     tokens = f" ({int(size / bytes_per_token):,} tokens)" if bytes_per_token else ""
     return f"{label} {format_bytes(size)}{tokens}"
 
 
-def _who_may_ask(keys: Secrets, tenants: TenantsFile) -> str:
+def _api_key_line(keys: Secrets, tenants: TenantsFile) -> str:
     if tenants.tenants:
         return f"one for each of {counted(len(tenants.tenants), 'tenant')}"
-    return "wanted" if keys.api_key is not None else "none: every client that can connect may ask"
+    return "required" if keys.api_key is not None else "none: every client that can connect is served"

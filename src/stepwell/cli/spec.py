@@ -1,7 +1,4 @@
-"""`stepwell spec`: what a model remembers, in bytes.
-
-Prints; decides nothing. Every figure comes from the `ModelSpec`.
-"""
+"""`stepwell spec`: prints the states of a model and their sizes, from its `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -18,27 +15,26 @@ from stepwell.base.spec.families import KV_DTYPES
 from stepwell.base.spec.narrow import CHECKPOINT_DTYPES
 from stepwell.base.spec.presets import load_spec, preset_names
 from stepwell.base.units import format_bytes
-from stepwell.cli.command import Command
-from stepwell.cli.printable import printable
+from stepwell.cli.command import Command, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
+_PIPE_WIDTH = 120  # columns if the output is not a terminal
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="NAME_OR_CONFIG", help="a preset, a config.json, or a folder that holds one")
-    parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"how attention rows are kept: {', '.join(KV_DTYPES)}")
+    parser.add_argument("model", nargs="?", metavar="NAME_OR_CONFIG", help="a preset, a config.json, or its directory")
+    parser.add_argument("--kv-dtype", metavar="DTYPE", help=f"dtype of keys and values: {', '.join(KV_DTYPES)}")
     parser.add_argument(
         "--checkpoint-dtype",
         choices=CHECKPOINT_DTYPES,
-        help="checkpoints in eight bits on the host and in stores (default: exact)",
+        help="store checkpoints in eight bits on the host and below (default: exact)",
     )
     parser.add_argument("--page-tokens", type=int, metavar="N", help="tokens per page (default: the model's own)")
-    parser.add_argument("--draft", action="store_true", help="with what the model's own draft layers keep")
+    parser.add_argument("--draft", action="store_true", help="include the state of the model's own draft layers")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--list", action="store_true", help="list the presets and stop")
+    parser.add_argument("--list", action="store_true", help="list the presets and exit")
 
 
 def run(args: Namespace) -> int:
@@ -57,7 +53,7 @@ def run(args: Namespace) -> int:
 
 
 def as_json(spec: ModelSpec) -> dict[str, object]:
-    """The spec with every figure the table shows, unrounded, as JSON values."""
+    """The spec as JSON values, with unrounded figures."""
     return {
         "name": spec.name,
         "page_tokens": spec.page_tokens,
@@ -115,7 +111,7 @@ def _table(spec: ModelSpec) -> Table:
     table = Table(
         title=f"{escape(printable(spec.name))}, pages of {spec.page_tokens} tokens", title_justify="left", show_footer=True
     )
-    table.add_column("state", "total")
+    table.add_column("state", "total", no_wrap=True)
     table.add_column("shape")
     table.add_column("dtype")
     table.add_column("ranks")
@@ -123,8 +119,8 @@ def _table(spec: ModelSpec) -> Table:
         "layers": "",
         "row": "",
         "B/token": f"{round(spec.bytes_per_token):,}",
-        "per page": "",  # prefix and window pages are different objects: their sums stand below the table
-        "per checkpoint": format_bytes(spec.checkpoint_bytes()),
+        "page": "",  # prefix and window pages are different objects: their sums are below the table
+        "checkpoint": format_bytes(spec.checkpoint_bytes()),
         "align": f"{spec.align}",
     }
     for header, footer in footers.items():
@@ -165,4 +161,6 @@ def _notes(spec: ModelSpec) -> list[str]:
     return lines
 
 
-COMMAND = Command(name="spec", summary="Show what a model remembers, in bytes.", configure=configure, run=run)
+COMMAND = Command(
+    name="spec", summary="Print the state of a model per token and checkpoint, in bytes.", configure=configure, run=run
+)

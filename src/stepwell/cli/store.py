@@ -1,7 +1,7 @@
-"""`stepwell store stat DIR`, `check DIR` and `clear DIR NAMESPACE`: what a log store holds, and whether all of it is sound.
+"""`stepwell store`: `stat DIR` and `check DIR` inspect a log store, `clear DIR NAMESPACE` empties a namespace, `new-key FILE`
+creates a key to stamp values with.
 
-Prints; decides nothing. `stat` and `check` work while another process has the store open, and say so; the others need it closed.
-`stepwell store new-key FILE` makes a key to stamp values with.
+`stat` and `check` work while another process has the store open, and report it; `check --repair` and `clear` need it closed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.base.units import counted, format_bytes
-from stepwell.cli.command import Command
-from stepwell.cli.printable import printable
+from stepwell.cli.command import Command, printable
 from stepwell.store.key_file import read_store_key, write_store_key
 from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.inspect import check_directory, owner, repair_directory, stat_directory
@@ -32,36 +31,38 @@ if TYPE_CHECKING:
 
 EXIT_DAMAGED = 1
 _STATUSES = (
-    "exit status: 0 when all is sound, or all that was damaged is repaired; 1 when something is damaged "
-    "(with --repair: and could not be repaired); 2 when it could not be checked"
+    "exit status: 0 if all is sound or was repaired; 1 if values are damaged (with --repair: and could not be repaired); "
+    "2 if the store could not be checked"
 )
-_PIPE_WIDTH = 160  # columns when the output is no terminal: no cell is cut
+_PIPE_WIDTH = 120  # columns if the output is not a terminal
 _SHOWN = 20  # damaged places in the table; JSON has them all
 
 
 def configure(parser: ArgumentParser) -> None:
-    orders = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    stat = orders.add_parser("stat", help="count values and bytes by namespace")
-    stat.set_defaults(order=_stat)
-    check = orders.add_parser("check", help="verify every byte", epilog=_STATUSES)
-    check.add_argument("--repair", action="store_true", help="drop what is lost for good, so that the rest serves")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    stat = commands.add_parser("stat", help="count values and bytes by namespace")
+    stat.set_defaults(action=_stat)
+    check = commands.add_parser("check", help="verify every byte", epilog=_STATUSES)
+    check.add_argument("--repair", action="store_true", help="drop damaged values, so that the rest can be used")
     check.add_argument(
-        "--store-key-file", metavar="FILE", help="also check that what is in namespaces of this key was written by its holders"
+        "--store-key-file",
+        metavar="FILE",
+        help="also check that values in namespaces of this key were written by holders of the key",
     )
-    check.set_defaults(order=_check)
-    clear = orders.add_parser("clear", help="forget everything of one namespace, and touch no other")
-    clear.set_defaults(order=_clear)
-    for order in (stat, check, clear):
-        order.add_argument("directory", type=Path, metavar="DIR", help="of a log store")
-        order.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    clear.add_argument("namespace", metavar="NAMESPACE", help="as `stat` shows it; its first letters are enough")
-    new_key = orders.add_parser("new-key", help="write a new key to stamp values with, for --store-key-file")
-    new_key.add_argument("file", type=Path, metavar="FILE", help="to be made; only you will be able to read it")
-    new_key.set_defaults(order=_new_key)
+    check.set_defaults(action=_check)
+    clear = commands.add_parser("clear", help="drop all values of one namespace")
+    clear.set_defaults(action=_clear)
+    for each in (stat, check, clear):
+        each.add_argument("directory", type=Path, metavar="DIR", help="directory of a log store")
+        each.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    clear.add_argument("namespace", metavar="NAMESPACE", help="namespace as `stat` prints it; a unique prefix is enough")
+    new_key = commands.add_parser("new-key", help="create a key file for --store-key-file")
+    new_key.add_argument("file", type=Path, metavar="FILE", help="file to create, readable only by you")
+    new_key.set_defaults(action=_new_key)
 
 
 def run(args: Namespace) -> int:
-    return int(args.order(args))
+    return int(args.action(args))
 
 
 # ---- stat -----------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ def _print_stat(directory: Path, stat: LogStat, opened_by: str | None) -> None:
         amounts = f"{format_bytes(tenant.disk_bytes)} of {format_bytes(tenant.quota_bytes)}"
         console.print(f"quota       {printable(tenant.tenant)}: {amounts}", markup=False)
     if opened_by is not None:
-        console.print(f"open        in {opened_by}: these figures are of a moment ago", markup=False)
+        console.print(f"open        in {opened_by}: these figures may be out of date", markup=False)
 
 
 # ---- check ----------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
             console.print(f"and {len(report.damage) - _SHOWN} more; --json lists them all", markup=False)
     verdict = "all sound"
     if report.damage:
-        done = "repaired: what was lost is dropped, the rest serves" if repaired else "run with --repair to drop what is lost"
+        done = "repaired: damaged values were dropped" if repaired else "run with --repair to drop them"
         if report.left:
             first = report.left[0]
             done = f"{counted(len(report.left), 'place')} could not be repaired, first {printable(first.file)}: {first.reason}"
@@ -189,7 +190,7 @@ def _print_report(directory: Path, report: CheckReport, *, repaired: bool, opene
     checked = f"{counted(report.values, 'value')}, {format_bytes(report.value_bytes)} in {counted(report.segments, 'segment')}"
     console.print(f"{checked}: {verdict}", markup=False)
     if opened_by is not None:
-        console.print(f"open in {opened_by}: what it wrote meanwhile was not looked at", markup=False)
+        console.print(f"open in {opened_by}: its latest writes were not checked", markup=False)
 
 
 def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
@@ -197,9 +198,9 @@ def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
         return
     count = f"{report.unproven_values:,} of them {'is' if report.unproven_values == 1 else 'are'}"
     if key is None:
-        says = f"{count} stamped with a store key that was not given: who wrote them was not checked (--store-key-file)"
+        says = f"{count} stamped with a store key: give it with --store-key-file to check who wrote them"
     else:
-        says = f"{count} stamped with no store key or another one than {key.id.hex()}: who wrote them is not known"
+        says = f"{count} not stamped with the store key {key.id.hex()}: their writer is unknown"
     _console().print(says, markup=False)
 
 
@@ -207,9 +208,9 @@ def _print_unproven(report: CheckReport, key: StoreKey | None) -> None:
 
 
 def _clear(args: Namespace) -> int:
-    stat_directory(args.directory, Disk())  # says so when there is no store here, before one is made
+    stat_directory(args.directory, Disk())  # fails if there is no store, instead of creating one
     if not args.namespace.strip():
-        raise ConfigError("name the namespace that is to be cleared, or how it begins: an empty name begins all of them")
+        raise ConfigError("NAMESPACE must not be empty: it is a prefix, and an empty one matches all")
     store = open_directory(args.directory, clock=SystemClock(), direct=Direct.OFF)
     try:
         spaces = [space for space in store.stat().spaces if space.digest.hex().startswith(args.namespace.lower())]
@@ -224,7 +225,7 @@ def _clear(args: Namespace) -> int:
     print(
         json.dumps({"namespace": spaces[0].digest.hex(), "values": cleared})
         if args.json
-        else f"{name}: forgot {counted(cleared, 'value')}"
+        else f"{name}: dropped {counted(cleared, 'value')}"
     )
     return 0
 
@@ -234,7 +235,7 @@ def _clear(args: Namespace) -> int:
 
 def _new_key(args: Namespace) -> int:
     key = write_store_key(args.file)
-    use = "give it to every server of the store, as --store-key-file, and keep it secret"
+    use = "pass it to every server of the store with --store-key-file, and keep it secret"
     print(f"{printable(str(args.file))}: store key {key.id.hex()}; {use}")
     return 0
 
@@ -252,7 +253,7 @@ def _console() -> Console:
 
 COMMAND = Command(
     name="store",
-    summary="Show what a log store holds, verify every byte of it, forget a namespace, or make a key.",
+    summary="Inspect, verify and clear a log store, or create a store key.",
     configure=configure,
     run=run,
 )

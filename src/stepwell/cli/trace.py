@@ -11,8 +11,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from stepwell.base.units import counted
-from stepwell.cli.command import Command
-from stepwell.cli.printable import printable
+from stepwell.cli.command import Command, printable
 from stepwell.sim.describe import Description, describe
 from stepwell.sim.files import TraceFile, write_trace
 from stepwell.sim.generate import KINDS, Shape, generate

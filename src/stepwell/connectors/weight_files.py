@@ -1,7 +1,7 @@
-"""Whose bytes these are: a name for weights that changes when their files do. Reads files, hashes no weights as a whole.
+"""Names for weights that change when their files do. Reads files, but hashes no weights as a whole.
 
-Engines know models by a path. The same path may hold other weights tomorrow, so the files count: names, sizes, times of change,
-and samples of what is in them.
+Engines know a model by its path, and the same path may hold other weights tomorrow. The name therefore covers names, sizes and
+modification times of the files, and samples of their contents.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 Stamp = list[tuple[str, int, int, int]]
 
 SAMPLE_BYTES = 64 << 10
-SAMPLES = 16  # of each file of weights
+SAMPLES = 16  # per file of weights
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
 SMALL = (".json", ".txt", ".model")  # read whole: configs and the like
 
@@ -20,21 +20,21 @@ SMALL = (".json", ".txt", ".model")  # read whole: configs and the like
 class Adapters:
     """Digests of adapters as they were when first seen, which is when an engine loads them.
 
-    It keeps the weights it has loaded, whatever becomes of their files. Once those have changed, nobody here can tell which of
-    the two it has: the adapter has no digest any more, until it comes under a number of its own.
+    An engine keeps the weights it has loaded, even if their files change. After a change it is unknown which weights it has, so
+    the adapter has no digest until it appears under a new number.
     """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], tuple[Stamp, str | None]] = {}
 
     def digest(self, number: int, path: str) -> str | None:
-        """None where the adapter cannot be told from others, or cannot be read."""
+        """None if the adapter cannot be read or identified."""
         root = Path(path)
         try:
             stamp = _stamp(root)
             if (number, path) not in self._known:
                 digest = files_digest(root)
-                if digest is None or _stamp(root) != stamp:  # not there yet, or being written
+                if digest is None or _stamp(root) != stamp:  # missing or still being written
                     return None
                 self._known[number, path] = (stamp, digest)
         except OSError:
@@ -47,7 +47,7 @@ class Adapters:
 
 
 def files_digest(root: Path) -> str | None:
-    """A digest of a model's or an adapter's folder, or of one file; None where there are no weights. Raises OSError."""
+    """A digest of the directory of a model or adapter, or of one file; None without weights. Raises OSError."""
     state, weighs = blake2b(digest_size=16), False
     for path in _files(root):
         weighs |= path.suffix in WEIGHTS
@@ -61,7 +61,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _stamp(root: Path) -> Stamp:
-    """What changes whenever a file is written or replaced, without reading any."""
+    """Metadata that changes whenever a file is written or replaced. Reads no file."""
     found = [(str(path), path.stat()) for path in _files(root)]
     return [(name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in found]
 
@@ -73,7 +73,7 @@ def _signature(path: Path, name: str) -> bytes:
         if path.suffix in SMALL or found.st_size <= SAMPLES * SAMPLE_BYTES:
             state.update(file.read())
         else:
-            state.update(found.st_mtime_ns.to_bytes(16, "little", signed=True))  # what no sample shows
+            state.update(found.st_mtime_ns.to_bytes(16, "little", signed=True))  # for changes outside of the samples
             for number in range(SAMPLES):
                 file.seek((found.st_size - SAMPLE_BYTES) * number // (SAMPLES - 1))
                 state.update(file.read(SAMPLE_BYTES))

@@ -1,6 +1,7 @@
-"""Everything that can go wrong, in the form OpenAI's clients expect: a status, and `{"error": {message, type, param, code}}`.
+"""Errors in the form OpenAI's clients expect: a status and `{"error": {message, type, param, code}}`.
 
-Says what to do about a user's mistake. Says nothing about our own but that it was one; the log has the rest.
+A message about a client's mistake says what to do. A message about a fault of the server says only that there was one; the log
+has the details.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from stepwell.base.errors import BadTokens, ConfigError, LeaseError, NoRoom, Ste
 log = logging.getLogger(__name__)
 
 INVALID, AUTHENTICATION, SERVER = "invalid_request_error", "authentication_error", "server_error"
-CLIENT_CLOSED = 499  # the client left before its answer: nobody reads it
-_SHOWN = 4  # of the ways in which one field is wrong
+CLIENT_CLOSED = 499  # the client disconnected before its response
+_SHOWN = 4  # messages about one field
 _LONGEST_PATH = 200
-_LONGEST = 2000  # characters of a message: what was wrong may be quoted in it
-_RETRY_S = 5  # after which a client may try again what was refused because the server is full or stops
+_LONGEST = 2000  # characters of a message, which may quote the request
+_RETRY_S = 5  # when a client may retry after the server was full or stopping
 
 
 class ApiError(Exception):
-    """A request that gets an error for an answer."""
+    """Ends a request with an error response."""
 
     def __init__(
         self, status: int, message: str, *, type: str = INVALID, param: str | None = None, code: str | None = None
@@ -49,16 +50,16 @@ class ApiError(Exception):
 class ErrorResponse(JSONResponse):
     @staticmethod
     def of(error: ApiError, *, close: bool = False) -> ErrorResponse:
-        """`close`: the connection ends with it."""
+        """With `close`, the connection is closed after the response."""
         headers = error.headers() | ({"Connection": "close"} if close else {})
         return ErrorResponse(error.body(), status_code=error.status, headers=headers)
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()  # in ASCII: what is quoted may not be text that can be encoded
+        return json.dumps(content).encode()  # ASCII: quoted input may contain lone surrogates
 
 
 def api_error(error: StepwellError) -> ApiError:
-    """Whose fault an error of the engine's is: the request's (400), the store's (502), or that we are stopping or full (503)."""
+    """The response to an engine's error: 400 for the request's fault, 502 for the store's, 503 if the server stops or is full."""
     if isinstance(error, ConfigError | BadTokens | LeaseError):
         return ApiError(400, str(error))
     if isinstance(error, StoreError):
@@ -67,7 +68,7 @@ def api_error(error: StepwellError) -> ApiError:
 
 
 def install_errors(app: FastAPI) -> None:
-    """Answers every exception of a route."""
+    """Turns every exception of a route into an error response."""
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> ErrorResponse:
@@ -88,13 +89,13 @@ def install_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=CLIENT_CLOSED)  # in the middle of its body
+        return Response(status_code=CLIENT_CLOSED)  # while it was sending the body
 
     @app.exception_handler(Exception)
     async def bugs(request: Request, error: Exception) -> ErrorResponse:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        made = ApiError(500, "the server made a mistake; its log says more", type=SERVER, code="internal_error")
-        return ErrorResponse.of(made, close=True)  # as it will be
+        made = ApiError(500, "internal error; see the server's log", type=SERVER, code="internal_error")
+        return ErrorResponse.of(made, close=True)  # Starlette closes it anyway
 
 
 def _of_route(request: Request, error: HTTPException) -> ApiError:
@@ -107,7 +108,7 @@ def _of_route(request: Request, error: HTTPException) -> ApiError:
 
 
 def of_problems(problems: Sequence[Any]) -> ApiError:
-    """What pydantic found wrong, as the first field that is, with all that is wrong with it."""
+    """The first field that pydantic rejected, with all messages about it."""
     param = _param(problems[0]["loc"])
     messages = list(dict.fromkeys(each["msg"] for each in problems if _param(each["loc"]) == param))
     if param is None:

@@ -1,4 +1,5 @@
-"""Prefill and decode on two servers. One computes a prompt and offers what it left on its host; the other reads it, and goes on.
+"""Prefill and decode on two servers: one computes a prompt and offers its pages from host memory, the other reads them and
+continues.
 
     router    POST a completion, kv_transfer_params {do_remote_decode: true}, one token  -->  prefill: Offers
               <--  kv_transfer_params {do_remote_prefill: true, remote_host, remote_port, remote_request_id, ...}
@@ -6,8 +7,8 @@
     decode    GET /handover/ID, with the peer token  -->  prefill: the listing (`store/peer/listing.py`)
     decode    reads the pages through its PeerStore, as from any store; DELETE /handover/ID when the request has begun
 
-The fields are vLLM's. What comes from a client names a server and a number, and no more: only servers that were named at the
-start are asked. Whatever goes wrong, the decode server computes the prompt itself.
+The fields are vLLM's. A client supplies only a server and a number, and only servers given at the start are contacted. If
+anything fails, the decode server computes the prompt. Routes are in `peer_routes.py`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ from hmac import compare_digest
 from threading import Lock
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
-
 from stepwell.base.errors import StoreError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.requests.request import Ask
-from stepwell.server.errors import AUTHENTICATION, ApiError
+from stepwell.server.errors import ApiError
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import SharedHost, Shown, Wire
 from stepwell.store.peer.listing import MAX_BYTES, Listing, parse
@@ -43,11 +42,11 @@ from stepwell.transfer.store_worker import HostPages, StoreWorker
 
 log = logging.getLogger(__name__)
 
-TTL_S = 60.0  # that an offer stands; a decode server asks at once, or is not there any more
-HELD_SHARE = 0.5  # of the host tier, at most in offers; older ones end first
-SAVING_S, SAVING_POLL_S = 10.0, 0.01  # for the last pages of a prompt to reach the host
-ASK_S = 5.0  # for a server to answer; another has threads of its own
-THREADS = 4  # for each server that is asked
+TTL_S = 60.0  # lifetime of an offer; a decode server asks for it at once
+HELD_SHARE = 0.5  # of the host tier, at most, may be held by offers; the oldest end first
+SAVING_S, SAVING_POLL_S = 10.0, 0.01  # limit and polling interval while the last pages of a prompt reach the host
+ASK_S = 5.0  # timeout of a request to a peer
+THREADS = 4  # per peer
 _NUMBER = re.compile(r"[A-Za-z0-9_-]{16,64}\Z")
 Params = Mapping[str, Any]
 T = TypeVar("T")
@@ -66,17 +65,17 @@ class _Offer:
     listing: bytes
     size_bytes: int
     until_s: float
-    shown: Shown  # the process that others read it from
+    shown: Shown  # the process that exposes the memory
 
 
 class Offers:
-    """What a prefill server holds for others. `start` it before the loop runs; the event loop's thread from there on."""
+    """The offers of a prefill server. `start` it before the engine's loop; afterwards it belongs to the event loop's thread."""
 
     def __init__(
         self, memory: SharedHost, wire: Wire, *, host: str, port: int, token: str, key: StoreKey | None = None,
         ttl_s: float = TTL_S, clock: Clock | None = None,
     ) -> None:  # fmt: skip
-        """`host` and `port` are where decode servers ask; `key` stamps what they read, as it does for a store."""
+        """`host` and `port` are the address for decode servers; `key` stamps pages as it does for a store."""
         self._memory, self._wire = memory, wire
         self._host, self._port, self._key = host, port, key
         self._token = sha256(token.encode()).digest()
@@ -84,12 +83,12 @@ class Offers:
         self._clock = clock or SystemClock()
         self._id = secrets.token_hex(8)
         self._closed = False
-        self._showing = Lock()  # around the process, which threads ask for that make listings
+        self._showing = Lock()  # guards _shown, which listing threads use
         self._shown: Shown | None = None
         self._offers: dict[str, _Offer] = {}  # oldest first
 
     def start(self) -> None:
-        """Shows the host's memory to engines of other machines. Raises StoreError."""
+        """Exposes host memory to engines on other machines. Raises StoreError."""
         self._shown = Shown(self._memory, self._wire)
 
     def close(self) -> None:
@@ -100,16 +99,13 @@ class Offers:
 
     @property
     def shown(self) -> Shown:
-        """The process that shows the memory; a new one where it has ended, which ends what was offered before. Any thread.
-
-        Raises StoreError.
-        """
+        """The process that exposes the memory, restarted if it died, which ends all offers. Any thread. Raises StoreError."""
         with self._showing:
-            assert self._shown is not None, "offers are started first"
+            assert self._shown is not None, "Offers.start was not called"
             if self._closed:
-                raise StoreError("the server ends")
+                raise StoreError("the server is stopping")
             if not self._shown.alive:
-                log.warning("the process that shows host memory to other servers has ended, and is started again")
+                log.warning("the process that exposes host memory to other servers has died; restarting it")
                 self._shown.close()
                 self._shown = Shown(self._memory, self._wire)
             return self._shown
@@ -118,31 +114,29 @@ class Offers:
         return len(self._offers)
 
     async def offer(self, loop: EngineLoop, ask: Ask) -> dict[str, Any] | None:
-        """Offers what was computed of a prompt; what the router is to pass on, or None where there is nothing to offer.
+        """Offers the computed part of a prompt. Returns the fields for the router, or None if there is nothing to offer.
 
-        Pages are stamped on a thread, which may take longer than the hold on them lasts: then nothing is offered.
+        A thread stamps the pages. If that takes longer than their pin lasts, nothing is offered.
         """
         out = await self._held(loop, ask)
-        return None if out is None else await self._offer(loop, out, 0, self._make_room)
+        return None if out is None else await self._offer(loop, out, 0, self._make_space)
 
     async def offer_part(self, loop: EngineLoop, out: HandOut, *, since_tokens: int) -> dict[str, Any] | None:
-        """The same for what is held already, without the pages before `since_tokens`. It takes the place of no other offer:
-        None where there is no room beside them.
-        """
-        return await self._offer(loop, out, since_tokens, self._must_have_room)
+        """Offers pinned pages from `since_tokens` on. Never ends another offer: returns None if there is no space left."""
+        return await self._offer(loop, out, since_tokens, self._require_space)
 
     async def _offer(
-        self, loop: EngineLoop, out: HandOut, since_tokens: int, make_room: Callable[[EngineLoop, int], Awaitable[None]]
+        self, loop: EngineLoop, out: HandOut, since_tokens: int, make_space: Callable[[EngineLoop, int], Awaitable[None]]
     ) -> dict[str, Any] | None:
         kept = False
         try:
             until_s = self._clock.now() + self._ttl_s
             shown, listing = await asyncio.to_thread(self._listing, await call(loop, _pages_of), out, since_tokens)
             packed, size_bytes = listing.pack(), _held_bytes(out, listing, since_tokens)
-            await make_room(loop, size_bytes)
+            await make_space(loop, size_bytes)
             kept = await call(loop, lambda _: out.pin.held)
         except (StoreError, OSError) as error:
-            log.warning("a prompt cannot be offered to other servers: %s", error)
+            log.warning("cannot offer a prompt to other servers: %s", error)
         finally:
             if not kept:
                 await _release(loop, out)
@@ -168,7 +162,7 @@ class Offers:
         return offer.listing
 
     async def end(self, loop: EngineLoop, number: str) -> bool:
-        """Lets go of an offer; whether there was one."""
+        """Ends an offer and releases its pages. False if there is no such offer."""
         offer = self._offers.pop(number, None)
         if offer is not None:
             await _release(loop, offer.out)
@@ -178,7 +172,7 @@ class Offers:
         return compare_digest(sha256(token).digest(), self._token)
 
     async def _held(self, loop: EngineLoop, ask: Ask) -> HandOut | None:
-        """What the host has of a prompt, once it has all of it; None where that takes too long, or nothing can be resumed."""
+        """Pins a prompt once all of it is on the host. None if that takes too long, or nothing can be resumed."""
 
         def hold(engine: Engine) -> tuple[HandOut | None, bool]:
             cache = engine.cache
@@ -199,52 +193,22 @@ class Offers:
         part = out.since(since_tokens)
         return shown, listing_of(part, worker, pages.block, address=shown.address, session=shown.session)
 
-    async def _must_have_room(self, loop: EngineLoop, size_bytes: int) -> None:
+    async def _require_space(self, loop: EngineLoop, size_bytes: int) -> None:
         """Raises StoreError."""
-        await self._end_old(loop)
+        await self._end_expired(loop)
         if sum(offer.size_bytes for offer in self._offers.values()) + size_bytes > self._memory.size_bytes * HELD_SHARE:
-            raise StoreError("offers take up all that they may")
+            raise StoreError("offers use all the memory they may")
 
-    async def _make_room(self, loop: EngineLoop, size_bytes: int) -> None:
-        await self._end_old(loop)
+    async def _make_space(self, loop: EngineLoop, size_bytes: int) -> None:
+        await self._end_expired(loop)
         most = self._memory.size_bytes * HELD_SHARE - size_bytes
         while self._offers and sum(offer.size_bytes for offer in self._offers.values()) > most:
             await self.end(loop, next(iter(self._offers)))
 
-    async def _end_old(self, loop: EngineLoop) -> None:
+    async def _end_expired(self, loop: EngineLoop) -> None:
         now = self._clock.now()
         for number in [number for number, offer in self._offers.items() if offer.until_s <= now]:
             await self.end(loop, number)
-
-
-def offers_router(offers: Offers, loop: EngineLoop) -> APIRouter:
-    """For decode servers, which have the peer token."""
-
-    router = APIRouter(dependencies=[Depends(peer_check(offers.is_peer))])
-
-    @router.get("/handover/{number}")
-    async def listing(number: str) -> Response:
-        """What a prefill server offers of a prompt."""
-        found = offers.listing(number)
-        if found is None:
-            raise ApiError(404, "there is no such offer, or it has run out", code="offer_not_found")
-        return Response(found, media_type="application/octet-stream")
-
-    @router.delete("/handover/{number}")
-    async def end(number: str) -> dict[str, bool]:
-        """Ends an offer."""
-        return {"ended": await offers.end(loop, number)}
-
-    return router
-
-
-def peer_check(is_peer: Callable[[bytes], bool]) -> Callable[[Request], Awaitable[None]]:
-    async def check(request: Request) -> None:
-        scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not is_peer(token.strip(" \t").encode("latin-1")):
-            raise ApiError(401, "this is for servers with the peer token", type=AUTHENTICATION, code="invalid_peer_token")
-
-    return check
 
 
 async def call(loop: EngineLoop, work: Callable[[Engine], T]) -> T:
@@ -260,7 +224,7 @@ async def _release(loop: EngineLoop, out: HandOut) -> None:
 
 
 def _held_bytes(out: HandOut, listing: Listing, since_tokens: int) -> int:
-    """What an offer holds on the host: what it lists, pages first, and those before, which are of the same size."""
+    """Host memory that an offer holds: the pages it lists, and the pages before them, which have the same size."""
     pages_before = since_tokens * len(out.pages.keys) // out.tokens
     return sum(value.length for value in listing.values) + pages_before * listing.values[0].length
 
@@ -274,7 +238,7 @@ def _pages_of(engine: Engine) -> HostPages:
 
 
 class Peers:
-    """The prefill servers that a decode server may ask. The event loop's thread."""
+    """The prefill servers of a decode server. The event loop's thread."""
 
     def __init__(self, store: PeerStore, addresses: Sequence[tuple[str, int]], token: str, *, ask_s: float = ASK_S) -> None:
         self._store = store
@@ -283,7 +247,7 @@ class Peers:
         self._threads = {
             address: ThreadPoolExecutor(THREADS, thread_name_prefix=f"stepwell-peer-{address[1]}") for address in addresses
         }
-        self._open: dict[str, tuple[str, int]] = {}  # offers that were taken, and whose they are
+        self._open: dict[str, tuple[str, int]] = {}  # offers taken, and their servers
 
     @property
     def store(self) -> PeerStore:
@@ -293,36 +257,35 @@ class Peers:
         return compare_digest(sha256(token).digest(), sha256(self._token.encode()).digest())
 
     async def take(self, params: Params | None) -> str | None:
-        """Takes the offer that a request names, for its prefetch to find; its number, or None where there is none to be had.
-
-        Raises ApiError for what is not the name of one.
+        """Takes the offer that a request names, so that its prefetch finds the pages. Returns its number, or None if there is no
+        usable offer. Raises ApiError for malformed fields.
         """
         if params is None or params.get("do_remote_prefill") is not True:
             return None
         address, number = _named(params)
         if address not in self._threads:
-            log.warning("a request names %r:%d, which is not one of the servers given with --peer: it is computed", *address)
+            log.warning("a request names %r:%d, which was not given with --peer; computing the prompt", *address)
             return None
         if number in self._open:
-            return None  # the same request twice: the first one has it
+            return None  # a duplicate request: the first one uses the offer
         asked = asyncio.get_running_loop().run_in_executor(self._threads[address], self._ask, "GET", address, number)
         try:
             listing = parse(await asyncio.wait_for(asked, 2 * self._ask_s))
             if listing.session.rpartition(":")[0] != address[0]:
-                raise StoreError(f"its memory is to be read from {listing.session!r}, which is another machine")
+                raise StoreError(f"its memory is at {listing.session!r}, on another machine")
             self._store.add(number, f"{address[0]}:{address[1]}", listing)
         except (TimeoutError, OSError, http.client.HTTPException, StoreError) as error:
-            log.warning("what %s:%d offers cannot be had, and is computed: %s", *address, error or type(error).__name__)
+            log.warning("cannot fetch an offer of %s:%d; computing the prompt: %s", *address, error or type(error).__name__)
             return None
         self._open[number] = address
         return number
 
     def done(self, number: str | None) -> None:
-        """The request has begun, or is gone: the other server may have its memory back. A second time does nothing."""
+        """Ends an offer on both servers when its request has begun or was cancelled. Idempotent."""
         address = self._open.pop(number, None) if number is not None else None
         if number is not None and address is not None:
             self._store.withdraw(number)
-            self._threads[address].submit(self._tell_ended, address, number)
+            self._threads[address].submit(self._end_remote_offer, address, number)
 
     def close(self) -> None:
         for threads in self._threads.values():
@@ -335,16 +298,16 @@ class Peers:
             response = connection.getresponse()
             body = response.read(MAX_BYTES + 1)
             if response.status != 200 or len(body) > MAX_BYTES:
-                raise StoreError(f"it answers {response.status}")
+                raise StoreError(f"status {response.status}")
             return body
         finally:
             connection.close()
 
-    def _tell_ended(self, address: tuple[str, int], number: str) -> None:
+    def _end_remote_offer(self, address: tuple[str, int], number: str) -> None:
         try:
             self._ask("DELETE", address, number)
         except (OSError, http.client.HTTPException, StoreError) as error:
-            log.debug("an offer of %s:%d ends by itself: %s", *address, error)
+            log.debug("an offer of %s:%d was left to expire: %s", *address, error)
 
 
 def _named(params: Params) -> tuple[tuple[str, int], str]:
@@ -353,5 +316,5 @@ def _named(params: Params) -> tuple[tuple[str, int], str]:
         port = int(port)
     if isinstance(host, str) and isinstance(port, int) and isinstance(number, str) and _NUMBER.match(number):
         return (host[:255], port), number
-    message = "kv_transfer_params name a server and a request: pass on what the prefill server answered"
+    message = "kv_transfer_params must name a server and a request: pass on the fields that the prefill server returned"
     raise ApiError(400, message, param="kv_transfer_params")

@@ -1,8 +1,8 @@
-"""Runs the server: an address taken early, an engine's loop around it, and an orderly end.
+"""Runs the server: binds an address early, runs the engine's loop, and shuts down in order.
 
-bind ... load the model ... serve until told to stop ... answers end, backups end, stores close
+bind ... load the model ... serve until stopped ... answers end, backups end, stores close
 
-Told to stop, it lets running answers finish for a while and refuses new requests; told again, it ends at once.
+The first stop signal lets running answers finish for a while and refuses new requests; the second ends the server at once.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from stepwell.engine.engine import Engine
 from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.requests.request import Delta
-from stepwell.server.access.connections import Idle
-from stepwell.server.access.door import Door
-from stepwell.server.access.principals import Principals, Tenant
-from stepwell.server.ahead import Ahead
+from stepwell.server.access.admission import Admission
+from stepwell.server.access.connections import IdleConnections
+from stepwell.server.access.tenants import Principals, Tenant
+from stepwell.server.ahead import PartSender
 from stepwell.server.api.parsing.formats import AUTO, reasoning_of, tools_of
 from stepwell.server.app import build_app
 from stepwell.server.handover import Offers, Peers
 from stepwell.server.kv_events.publisher import EventPublisher, EventSocket
-from stepwell.server.monitoring.activity_log import ThroughputLog
-from stepwell.server.monitoring.history import History
-from stepwell.server.monitoring.load import LoadMeter
+from stepwell.server.monitoring.activity import History, LoadMeter, ThroughputLog
 from stepwell.server.monitoring.metrics import Metrics
 from stepwell.server.monitoring.progress import Progress
 from stepwell.server.served import MAX_BODY_BYTES, Served
@@ -43,15 +41,15 @@ from stepwell.server.stores import Stores
 if TYPE_CHECKING:
     from stepwell.server.monitoring.tracing import Traces
 
-DRAIN_S = 30.0  # that answers have to finish when the server is told to stop
-LAST_CALL_S = 5  # after that, for answers that are ended to say so
-KEEP_ALIVE_S = 30  # longer than clients keep idle connections: they should be the ones to close
+DRAIN_S = 30.0  # for running answers to finish after a stop signal
+LAST_CALL_S = 5  # after that, for ended answers to send their error
+KEEP_ALIVE_S = 30  # longer than clients keep idle connections, so that clients close them
 
 log = logging.getLogger(__name__)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes an address without listening yet: connections are refused until the model is loaded. Raises ConfigError."""
+    """Binds an address without listening: connections are refused until the model is loaded. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     taken = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -69,7 +67,7 @@ def address_of(taken: socket.socket) -> str:
 
 
 class ModelServer:
-    """One engine behind one socket. `run` blocks, and closes everything it was given."""
+    """One engine behind one socket. `run` blocks, and closes everything passed to the constructor."""
 
     def __init__(
         self,
@@ -94,18 +92,17 @@ class ModelServer:
         store_config: StoreConfig | None = None,
         events: EventSocket | None = None,
         offers: Offers | None = None,
-        ahead: Ahead | None = None,
+        ahead: PartSender | None = None,
         peers: Peers | None = None,
         traces: Traces | None = None,
         read_tenants: Callable[[], Sequence[Tenant]] | None = None,
-        hung_up: Callable[[], bool] = lambda: False,
+        sighup_received: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`store`: what the engine has opened already, by name; `store_config` is for stores attached later.
+        """`store` names the store that the engine has opened; `store_config` is for stores attached later.
 
-        `events`: where to publish what is cached. `offers` makes it a prefill server, and has been started; `ahead` sends
-        parts of what that computes; `peers` makes it a decode server, whose store is attached. `traces` gets a span of each
-        request, and is closed with the server. `read_tenants` reads the tenants again, and raises ConfigError; None for a server
-        without tenants. It is called when `hung_up`, which is polled several times a second, returns true.
+        `events` is where cache events are published. `offers`, already started, makes this a prefill server, and `ahead` sends
+        parts of its prompts; `peers` makes it a decode server. `traces` gets a span for each request. `read_tenants` rereads the
+        tenants file and raises ConfigError; it is called when `sighup_received`, polled several times a second, returns true.
         """
         self._events = None if events is None else EventPublisher(engine.cache, events)
         self._loop = EngineLoop(engine, after_step=self._after_step)
@@ -144,20 +141,20 @@ class ModelServer:
             peers=peers,
             traces=traces,
         )
-        door = Door(engine.clock)
-        config = _config(build_app(self.served, self._stores, door), Idle(self.served.metrics.refused))
-        self._server = _Server(config, door, drain_s, hung_up)
-        self._server.on_hang_up = self.renew_tenants
+        admission = Admission(engine.clock)
+        config = _config(build_app(self.served, self._stores, admission), IdleConnections(self.served.metrics.refused))
+        self._server = _Server(config, admission, drain_s, sighup_received)
+        self._server.on_sighup = self.reload_tenants
         self._principals = principals
         self._read_tenants = read_tenants
-        self._renewing = threading.Lock()
+        self._reloading = threading.Lock()
 
     def run(self, taken: socket.socket, on_ready: Callable[[], None] = lambda: None) -> None:
-        """Serves until `stop`, or until SIGINT or SIGTERM where this is the main thread. Calls `on_ready` once it answers."""
+        """Serves until `stop`, or on the main thread until SIGINT or SIGTERM. Calls `on_ready` once it accepts requests."""
         if self.served.guides is not None:
-            self.served.guides.prepare()  # before it listens: nothing else runs meanwhile
+            self.served.guides.prepare()  # before it listens: it holds the interpreter lock for long
         self._server.on_ready = on_ready
-        self._server.on_patience_lost = self._loop.abort_all
+        self._server.on_drain_timeout = self._loop.abort_all
         if self._events is not None:
             self._events.start()
         self._loop.start()
@@ -165,7 +162,7 @@ class ModelServer:
             self._stores.start()
             self._server.run(sockets=[taken])
         finally:
-            log.info("closing: backups and copies end, then the store is closed")
+            log.info("closing: finishing backups and copies, then closing the store")
             self._stores.close()
             self.served.compilers.shutdown(wait=False)
             self._loop.stop()
@@ -182,19 +179,19 @@ class ModelServer:
             taken.close()
             log.info("stopped")
 
-    def renew_tenants(self) -> None:
-        """Reads the tenants again. If the file is not valid, the tenants stay as they were, and the log says why. Any thread."""
+    def reload_tenants(self) -> None:
+        """Rereads the tenants file. If it is not valid, logs why and keeps the tenants. Any thread."""
         if self._read_tenants is None:
-            log.info("SIGHUP: this server has no --tenants file, so there is nothing to read again")
+            log.info("SIGHUP ignored: this server has no --tenants file to reload")
             return
-        with self._renewing:  # what was read last counts last
+        with self._reloading:  # the file read last wins
             try:
                 change = self._principals.replace(self._read_tenants())
             except ConfigError as error:
-                log.error("the tenants stay as they were: %s", error)
+                log.error("tenants not reloaded: %s", error)
             else:
                 self.served.metrics.begin_at_zero(self._principals.names)
-                log.info("tenants were read again", extra={"fields": change._asdict()})
+                log.info("tenants reloaded", extra={"fields": change._asdict()})
 
     def _after_step(self, deltas: Sequence[Delta]) -> None:
         self._progress.after_step()
@@ -205,15 +202,15 @@ class ModelServer:
             self._events.take()
 
     def stop(self) -> None:
-        """Ends `run` once running answers have finished, or had their time. From any thread; a second call ends them at once."""
+        """Ends `run` once running answers have finished or timed out. A second call ends them at once. Any thread."""
         self._server.stop()
 
 
-def _config(app: FastAPI, idle: Idle) -> uvicorn.Config:
+def _config(app: FastAPI, idle: IdleConnections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", idle.protocol),  # any callable that makes one will do
-        log_config=None,  # it says what it has to say in the same log
+        http=cast("type[asyncio.Protocol]", idle.protocol),  # uvicorn accepts any callable that returns one
+        log_config=None,  # uvicorn writes to the same log
         log_level="warning",
         ws="none",
         lifespan="off",
@@ -224,26 +221,26 @@ def _config(app: FastAPI, idle: Idle) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens. Stops once nobody is inside any more, or those who are have had their time."""
+    """Calls `on_ready` when it listens. Stops when no request is open, or the drain time is over."""
 
     on_ready: Callable[[], None]
-    on_patience_lost: Callable[[], None]
-    on_hang_up: Callable[[], None]
+    on_drain_timeout: Callable[[], None]
+    on_sighup: Callable[[], None]
 
-    def __init__(self, config: uvicorn.Config, door: Door, drain_s: float, hung_up: Callable[[], bool]) -> None:
+    def __init__(self, config: uvicorn.Config, admission: Admission, drain_s: float, sighup_received: Callable[[], bool]) -> None:
         super().__init__(config)
-        self._hung_up = hung_up
-        self._door = door
+        self._hung_up = sighup_received
+        self._admission = admission
         self._drain_s = drain_s
         self._at_once = False
-        self._said = False  # in the log, that it stops
+        self._stop_logged = False
 
     def stop(self) -> None:
-        self._at_once = self._door.closed_at_s is not None
-        self._door.close()
+        self._at_once = self._admission.closed_at_s is not None
+        self._admission.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """At SIGINT and SIGTERM. Signals are not raised again afterwards: the engine is still to be closed."""
+        """Handles SIGINT and SIGTERM. Does not raise the signal again, because the engine must still be closed."""
         self.stop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -253,18 +250,18 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self._hung_up():
-            asyncio.get_running_loop().run_in_executor(None, self.on_hang_up)  # files may be slow
-        if self._door.closed_at_s is not None and not self._said:  # not in `stop`: a signal may come in the middle of a line
-            self._said = True
-            log.info("stopping: %d request(s) may finish for %g s", self._door.num_inside, self._drain_s)
-        patient = not self._at_once and self._door.closed_for_s() < self._drain_s
-        if self._door.closed_at_s is not None and not (self._door.num_inside and patient):
+            asyncio.get_running_loop().run_in_executor(None, self.on_sighup)  # files may be slow
+        if self._admission.closed_at_s is not None and not self._stop_logged:  # not in `stop`, which may interrupt a log line
+            self._stop_logged = True
+            log.info("stopping: %d request(s) may finish for %g s", self._admission.num_inside, self._drain_s)
+        may_wait = not self._at_once and self._admission.closed_for_s() < self._drain_s
+        if self._admission.closed_at_s is not None and not (self._admission.num_inside and may_wait):
             self.should_exit = True
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answers that are still not whole are ended in order, not cut off."""
-        if self._door.num_inside:
-            log.info("ending %d request(s) that have not finished", self._door.num_inside)
-            self.on_patience_lost()
+        """Ends unfinished answers with an error event before closing connections."""
+        if self._admission.num_inside:
+            log.info("aborting %d request(s) that did not finish in time", self._admission.num_inside)
+            self.on_drain_timeout()
         await super().shutdown(sockets=sockets)

@@ -1,4 +1,4 @@
-"""What every route knows: the engine's loop, the model's name, its tokenizer and template, and who may do what."""
+"""What every route needs: the engine's loop, the model's name, its tokenizer and template, and the principals."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from stepwell.engine.loading.chat import ChatTemplate
 from stepwell.engine.loop import EngineLoop
 from stepwell.engine.requests.guided import Guides
 from stepwell.engine.requests.text import Text
-from stepwell.server.access.principals import Principals
+from stepwell.server.access.tenants import Principals
+from stepwell.server.ahead import PartSender
 from stepwell.server.errors import ApiError
 from stepwell.server.handover import Offers, Peers
-from stepwell.server.monitoring.history import History
-from stepwell.server.monitoring.load import LoadMeter
+from stepwell.server.monitoring.activity import History, LoadMeter
 from stepwell.server.monitoring.metrics import Metrics
 from stepwell.server.monitoring.progress import Progress
 
 if TYPE_CHECKING:
-    from stepwell.server.ahead import Ahead
     from stepwell.server.monitoring.tracing import Traces
 
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 32 * 2**20
-MAX_CHOICES = 64  # answers to one request
-LARGE_BYTES = 1 << 20  # of a body; larger ones are read and tokenized few at a time
-_OTHER_VALUES = 250_000  # numbers and strings of a body that are no token ids
-_LARGE_AT_ONCE = 2  # fewer than the threads there are, so that small ones find one
-_COMPILING_AT_ONCE, _COMPILING_EACH = 4, 2  # requests that may compile a grammar: all together, and of one tenant
+MAX_CHOICES = 64  # completions of one request
+LARGE_BYTES = 1 << 20  # larger bodies are parsed and tokenized a few at a time
+_OTHER_VALUES = 250_000  # values of a body other than token ids
+_LARGE_AT_ONCE = 2  # fewer than the threads, so that small bodies find one
+_COMPILING_AT_ONCE, _COMPILING_EACH = 4, 2  # requests compiling a grammar: in total, and per tenant
 
 
 def _compilers() -> ThreadPoolExecutor:
@@ -49,9 +48,9 @@ def _gates() -> defaultdict[str | None, asyncio.Semaphore]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Served:
-    """One model behind one server. `defaults` are sampling settings for requests that name none.
+    """One model behind one server. `defaults` are sampling settings for requests without their own.
 
-    `open_metrics` shows `/metrics` and `/v1/loads` to whoever can connect, key or not.
+    `open_metrics` opens `/metrics` and `/v1/loads` to clients without a key.
     """
 
     loop: EngineLoop
@@ -66,40 +65,40 @@ class Served:
     principals: Principals
     clock: Clock
     aliases: tuple[str, ...] = ()  # other names of the model
-    default_max_tokens: int | None = None  # of answers to requests that name none
-    request_timeout_s: float | None = None  # from arrival to the end of the answer
+    default_max_tokens: int | None = None  # for requests without max_tokens
+    request_timeout_s: float | None = None  # from arrival to the end
     guides: Guides | None = None  # None for models without a tokenizer
-    tool_parser: str | None = None  # how the model writes calls of tools, and what it thinks; None where that is not known
+    tool_parser: str | None = None  # format of the model's tool calls; None if unknown
     reasoning_parser: str | None = None
     defaults: Mapping[str, float | int | bool] = field(default_factory=dict)
     max_body_bytes: int = MAX_BODY_BYTES
-    hosts: tuple[str, ...] = ()  # names it goes by; none for any
+    hosts: tuple[str, ...] = ()  # accepted Host headers; empty for any
     open_metrics: bool = False
-    hide_version: bool = False  # no `/version`, for routers that take whoever has it for vLLM
-    offers: Offers | None = None  # of a prefill server
-    ahead: Ahead | None = None  # of a prefill server that knows decode servers
-    peers: Peers | None = None  # of a decode server
-    traces: Traces | None = None  # None where nobody wants spans
+    hide_version: bool = False  # no `/version`: routers take a server with one for vLLM
+    offers: Offers | None = None  # a prefill server
+    ahead: PartSender | None = None  # a prefill server with --peer
+    peers: Peers | None = None  # a decode server
+    traces: Traces | None = None  # None without tracing
     large: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
     compilers: ThreadPoolExecutor = field(default_factory=_compilers)
     compiling: defaultdict[str | None, asyncio.Semaphore] = field(default_factory=_gates)  # by tenant
 
     @property
     def max_values(self) -> int:
-        """Numbers and strings that a body can have a use for: ids of as many prompts as a request may have, and the rest."""
+        """The most values a body may hold: token ids of MAX_CHOICES prompts, and other values."""
         return MAX_CHOICES * self.max_context + _OTHER_VALUES
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Runs `work` on the engine's thread, between two passes."""
         return await asyncio.wrap_future(self.loop.call(work))
 
-    async def aside(self, size_bytes: int, work: Callable[[], T]) -> T:
-        """Runs what a body of `size_bytes` needs on a thread; large ones wait their turn, so that others need not."""
+    async def run_in_thread(self, size_bytes: int, work: Callable[[], T]) -> T:
+        """Runs work for a body of `size_bytes` on a thread. Large bodies queue, so that small ones need not wait."""
         async with self._turn(size_bytes):
             return await asyncio.to_thread(work)
 
-    async def compile_aside(self, size_bytes: int, tenant: str | None, work: Callable[[], T]) -> T:
-        """The same for work that may compile a grammar. A tenant that has many of them waits for its own alone."""
+    async def compile_in_thread(self, size_bytes: int, tenant: str | None, work: Callable[[], T]) -> T:
+        """The same for work that may compile a grammar. A tenant with many of them waits only for its own."""
         async with self.compiling[tenant], self._turn(size_bytes):
             return await asyncio.get_running_loop().run_in_executor(self.compilers, work)
 
@@ -115,12 +114,12 @@ class Served:
     def names(self) -> tuple[str, ...]:
         return (self.name, *self.aliases)
 
-    def left_s(self, arrived_s: float) -> float | None:
-        """Seconds that a request still has, 0 for none; None where requests may take as long as they do."""
+    def time_left_s(self, arrived_s: float) -> float | None:
+        """Seconds until a request times out, at least 0; None without a timeout."""
         return None if self.request_timeout_s is None else max(arrived_s + self.request_timeout_s - self.clock.now(), 0.0)
 
-    def called(self, name: str | None) -> str:
-        """The name that an answer has for the model: the one it was asked by. Raises ApiError for a model of another name."""
+    def response_name(self, name: str | None) -> str:
+        """The model's name for the response: the one in the request. Raises ApiError for an unknown name."""
         if name is None:
             return self.name
         if name not in self.names:
@@ -129,7 +128,7 @@ class Served:
         return name
 
     def encode(self, text: str, *, param: str, special: bool = True) -> list[int]:
-        """Raises ApiError for what cannot be encoded, and, before it is, for what is far too long. Takes its time."""
+        """Raises ApiError for text that cannot be encoded, or is far too long. Slow."""
         if self.text is None:
             raise ApiError(400, "this model has no tokenizer: give token ids as the prompt of /v1/completions", param=param)
         try:
@@ -140,7 +139,7 @@ class Served:
             raise ApiError(400, str(error), param=param) from None
 
     def decode(self, tokens: Sequence[int], *, param: str, special: bool = False) -> str:
-        """Raises ApiError for numbers that are no tokens of the vocabulary. Takes its time."""
+        """Raises ApiError for ids that are not in the vocabulary. Slow."""
         if self.text is None:
             raise ApiError(400, "this model has no tokenizer", param=param)
         unknown = self.text.unknown(tokens)
@@ -149,11 +148,11 @@ class Served:
         return self.text.decode(tokens, special=special)
 
     def must_fit(self, tokens: list[int], *, max_tokens: int | None, param: str) -> None:
-        """Raises ApiError for a prompt that is empty, or too long with the answer that is wanted."""
+        """Raises ApiError for a prompt that is empty, or too long together with max_tokens."""
         if not tokens:
-            raise ApiError(400, "the prompt is empty: there is nothing to go on from", param=param)
+            raise ApiError(400, "the prompt is empty", param=param)
         if len(tokens) + (max_tokens or 1) > self.max_context:
-            raise self._too_long(f"{len(tokens)} prompt tokens and {max_tokens or 1} to come exceed", param)
+            raise self._too_long(f"{len(tokens)} prompt tokens and {max_tokens or 1} to generate exceed", param)
 
     def _too_long(self, what: str, param: str) -> ApiError:
         message = f"{what} the {self.max_context} that this server can hold; shorten the prompt or ask for less"

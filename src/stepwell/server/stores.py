@@ -1,5 +1,7 @@
-"""Stores that come and go while the server runs. Opening and closing may take long, and happen on a thread of their own;
-the cache is told on the engine's. A store is closed only when the cache has said that nothing uses it any more.
+"""Attaches and detaches stores while the server runs.
+
+Opening and closing may take long and happen on a thread; the cache changes its store on the engine's thread. A store is closed
+only after the cache has reported that it no longer uses it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from stepwell.base.config import StoreConfig
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.server.access.principals import Principals
+from stepwell.server.access.tenants import Principals
 from stepwell.store.api import Store, register
 from stepwell.store.registry import open_store
 
@@ -26,17 +28,17 @@ class _Attached:
 
 
 class Stores:
-    """Attaches and detaches. `start` it once the loop runs, and `close` it before the loop is stopped. Any thread."""
+    """`start` it once the loop runs, and `close` it before the loop stops. Any thread."""
 
     def __init__(self, loop: EngineLoop, config: StoreConfig, where: str | None, principals: Principals) -> None:
-        """`where`: the store that the engine opened itself, if it did. Those opened here get the tenants' quotas."""
+        """`where` names the store that the engine opened itself. Stores opened here get the tenants' quotas."""
         self._principals = principals
         self._loop = loop
         self._config = config
         self._first = where
-        self._now: _Attached | None = None  # changed on the engine's thread alone, as are the next two
-        self._leaving: list[_Attached] = []
-        self._closing: dict[str, Future[None]] = {}  # by name, of those that the cache has let go of
+        self._now: _Attached | None = None  # changed on the engine's thread only, like the next two
+        self._detaching: list[_Attached] = []
+        self._closing: dict[str, Future[None]] = {}  # by name, of stores the cache has released
         self._ending = False
         self._host_memory: tuple[memoryview, ...] = ()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="stepwell-stores")
@@ -61,16 +63,16 @@ class Stores:
         return self._threads.submit(self._attach, where, dict(options))
 
     def detach(self) -> Future[Future[None]]:
-        """Takes the attached store away, or raises ConfigError; what the future holds is done once the store is closed."""
+        """Detaches the store, or raises ConfigError. The inner future completes when the store is closed."""
         return self._loop.call(self._detach)
 
     def close(self) -> None:
-        """Waits for stores that are being opened or closed. Those still in use are the engine's to close."""
+        """Waits for stores that are being opened or closed. The engine closes stores in use."""
 
         def leave(engine: Engine) -> None:
             self._ending = True
 
-        with suppress(StepwellError):  # the engine's thread has died: then nothing comes from there any more
+        with suppress(StepwellError):  # the engine's thread has died
             self._loop.call(leave).result()
         self._threads.shutdown(wait=True)
 
@@ -83,45 +85,47 @@ class Stores:
             store = open_store(where, options=self._principals.with_quotas(where, options))
         except StepwellError as error:
             closing = self._closing.get(where)
-            if any(each.where == where for each in self._leaving) or (closing is not None and not closing.done()):
+            if any(each.where == where for each in self._detaching) or (closing is not None and not closing.done()):
                 raise ConfigError(f"{where} was detached and is still being closed; attach it in a moment") from error
             raise
         try:
-            register(store, self._host_memory)  # here, for it may take long; attaching it finds it done
-            self._loop.call(lambda engine: self._put_below(engine, where, store)).result()
+            register(store, self._host_memory)  # here, because it may take long
+            self._loop.call(lambda engine: self._attach_now(engine, where, store)).result()
         except BaseException:
             store.close()
             raise
 
-    def _put_below(self, engine: Engine, where: str, store: Store) -> None:
+    def _attach_now(self, engine: Engine, where: str, store: Store) -> None:
         engine.cache.store.attach(store, self._config)
         engine.stores.append(store)
         self._now = _Attached(where=where, store=store, closed=Future())
 
     def _detach(self, engine: Engine) -> Future[None]:
         engine.cache.store.detach()
-        assert self._now is not None, "the cache had a store that nobody here knows"
-        leaving = self._now
-        self._leaving.append(leaving)
+        assert self._now is not None, "the cache has a store that was not attached here"
+        detaching = self._now
+        self._detaching.append(detaching)
         self._now = None
-        return leaving.closed
+        return detaching.closed
 
     def _detached(self, engine: Engine, store: Store) -> None:
-        """The cache has let go of a store. On the engine's thread: nothing here may take long."""
-        leaving = next(each for each in self._leaving if each.store is store)
-        self._closing = {name: each for name, each in self._closing.items() if not each.done()} | {leaving.where: leaving.closed}
-        self._leaving.remove(leaving)
+        """The cache has released a store. On the engine's thread: must not block."""
+        detaching = next(each for each in self._detaching if each.store is store)
+        self._closing = {name: each for name, each in self._closing.items() if not each.done()} | {
+            detaching.where: detaching.closed
+        }
+        self._detaching.remove(detaching)
         engine.stores.remove(store)
         if self._ending:
-            _close(leaving)
+            _close(detaching)
         else:
-            self._threads.submit(_close, leaving)
+            self._threads.submit(_close, detaching)
 
 
-def _close(leaving: _Attached) -> None:
+def _close(detaching: _Attached) -> None:
     try:
-        leaving.store.close()
-    except Exception as error:  # the worker boundary: whoever detached it is told
-        leaving.closed.set_exception(error)
+        detaching.store.close()
+    except Exception as error:  # the worker boundary: the error goes to the future
+        detaching.closed.set_exception(error)
     else:
-        leaving.closed.set_result(None)
+        detaching.closed.set_result(None)

@@ -10,18 +10,18 @@ import pytest
 from stepwell import __version__
 from stepwell.base.errors import ConfigError
 from stepwell.cli import answer_options, serve
-from stepwell.cli.answer_options import Offered
+from stepwell.cli.answer_options import AnswerOptions
 from stepwell.cli.main import main
 
 
-def given(*arguments: str) -> Offered:
+def given(*arguments: str) -> AnswerOptions:
     parser = ArgumentParser()
     serve.configure(parser)
     return answer_options.read(parser.parse_args(["--model", "m", *arguments]))
 
 
 def test_without_options_the_model_has_its_own_name_and_template() -> None:
-    assert given() == Offered() and given().summary() == []
+    assert given() == AnswerOptions() and given().summary() == []
 
 
 def test_names_may_be_given_at_once_or_one_by_one_and_count_once() -> None:
@@ -31,7 +31,7 @@ def test_names_may_be_given_at_once_or_one_by_one_and_count_once() -> None:
 def test_limits_of_answers_are_said_at_the_start() -> None:
     made = given("--default-max-tokens", "1024", "--request-timeout", "2.5")
     assert (made.default_max_tokens, made.request_timeout_s) == (1024, 2.5)
-    assert made.summary() == [("answers", "1,024 tokens where a request does not say, 2.5 s a request")]
+    assert made.summary() == [("answers", "1,024 tokens by default, 2.5 s a request")]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_cannot_work_is_refused(arguments: tuple[str, ...], says: str) -> N
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"{% if %}", "cannot be compiled"), (b"\xff\xfe", "UTF-8"), (b"x" * (1 << 20) + b"y", "no template")],
+    [(b"{% if %}", "cannot be compiled"), (b"\xff\xfe", "UTF-8"), (b"x" * (1 << 20) + b"y", "is it a template")],
 )
 def test_a_template_that_is_none_is_refused_before_weights_are_read(tmp_path: Path, content: bytes, says: str) -> None:
     pytest.importorskip("jinja2")

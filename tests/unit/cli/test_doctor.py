@@ -14,8 +14,8 @@ import pytest
 from stepwell.base.errors import ConfigError
 from stepwell.base.extras import install
 from stepwell.base.meters import ManualClock, SystemClock
-from stepwell.cli.doctor import command, libraries, machine, stores
-from stepwell.cli.doctor.finding import Finding, Health, broken, fine
+from stepwell.cli import doctor
+from stepwell.cli.doctor import Finding, Health, broken, fine
 from stepwell.cli.main import main
 from stepwell.store.log.format.segment_list import name_of
 from stepwell.store.log.opening import open_directory
@@ -38,26 +38,26 @@ def write(path: Path, text: str) -> None:
 
 
 def test_a_machine_without_memory_is_broken(root: Path) -> None:
-    assert machine.memory(root) == fine("memory", "8.0 GiB free")
+    assert doctor.memory(root) == fine("memory", "8.0 GiB free")
     write(root / "proc/meminfo", "MemAvailable: 1000 kB\n")
-    assert machine.memory(root).health is Health.BROKEN
+    assert doctor.memory(root).health is Health.BROKEN
 
 
 def test_the_smallest_limit_of_all_groups_is_found(root: Path) -> None:
-    assert machine.group_limit(root).found == "no limit of memory"
+    assert doctor.group_limit(root).found == "no memory limit"
     write(root / "sys/fs/cgroup/system.slice/memory.max", str(4 * GIB))
     write(root / "sys/fs/cgroup/system.slice/stepwell.service/memory.max", str(6 * GIB))
-    found = machine.group_limit(root)
+    found = doctor.group_limit(root)
     assert found.health is Health.SLOW and "4.0 GiB" in found.found and "--host-memory" in found.change
     write(root / "sys/fs/cgroup/system.slice/memory.max", str(16 * GIB))
     write(root / "sys/fs/cgroup/system.slice/stepwell.service/memory.max", str(16 * GIB))
-    assert machine.group_limit(root).health is Health.FINE
+    assert doctor.group_limit(root).health is Health.FINE
 
 
 def test_groups_of_other_namespaces_are_not_followed(root: Path) -> None:
     write(root / "proc/self/cgroup", "0::/../../elsewhere\n")
     write(root / "sys/fs/cgroup/memory.max", str(2 * GIB))
-    assert "2.0 GiB" in machine.group_limit(root).found
+    assert "2.0 GiB" in doctor.group_limit(root).found
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_groups_of_other_namespaces_are_not_followed(root: Path) -> None:
 )
 def test_huge_pages_must_be_allowed(root: Path, text: str, health: Health) -> None:
     write(root / "sys/kernel/mm/transparent_hugepage/enabled", text)
-    assert machine.huge_pages(root).health is health
+    assert doctor.huge_pages(root).health is health
 
 
 def test_the_disk_is_measured_where_the_store_would_be_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
-    found = stores.disk(tmp_path / "not" / "made", SystemClock())
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 0)
+    found = doctor.disk(tmp_path / "not" / "made", SystemClock())
     assert found.health is not Health.BROKEN and "/s, reads " in found.found and str(tmp_path) in found.found
     assert list(tmp_path.iterdir()) == []
 
@@ -91,25 +91,25 @@ class SlowClock(ManualClock):
 
 
 def test_a_slow_disk_is_told_and_the_probe_of_it_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
-    found = stores.disk(tmp_path, SlowClock())
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 0)
+    found = doctor.disk(tmp_path, SlowClock())
     assert found.health is Health.SLOW and "NVMe" in found.change
 
 
 def test_a_directory_that_cannot_be_written_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 0)
-    found = stores.disk(Path("/proc"), SystemClock())  # where not even root can
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 0)
+    found = doctor.disk(Path("/proc"), SystemClock())  # where not even root can
     assert found.health is Health.BROKEN and "cannot be written" in found.found
 
 
 def test_a_full_disk_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 1 << 62)
-    assert stores.disk(tmp_path, SystemClock()).health is Health.BROKEN
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 1 << 62)
+    assert doctor.disk(tmp_path, SystemClock()).health is Health.BROKEN
 
 
 def have_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     used = SimpleNamespace(total=GIB, used=GIB - size, free=size)
-    monkeypatch.setattr(stores.shutil, "disk_usage", lambda path: used)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: used)
 
 
 def make_log(directory: Path, size: int) -> None:
@@ -123,21 +123,21 @@ def make_log(directory: Path, size: int) -> None:
 @pytest.mark.parametrize("free", [0, 16 << 20])
 def test_a_log_that_fills_its_disk_does_not_block_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
     make_log(tmp_path / "store", 32 << 20)
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 24 << 20)
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 24 << 20)
     have_free(monkeypatch, free)
     before = sorted(tmp_path.rglob("*"))
-    found = stores.disk(tmp_path / "store", SystemClock())
-    assert found.health is not Health.BROKEN and "beside a log of 32.0 MiB" in found.found
+    found = doctor.disk(tmp_path / "store", SystemClock())
+    assert found.health is not Health.BROKEN and "and a log of 32.0 MiB" in found.found
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_what_is_no_log_of_ours_counts_for_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "LEAST_DISK_BYTES", 24 << 20)
+    monkeypatch.setattr(doctor, "LEAST_DISK_BYTES", 24 << 20)
     have_free(monkeypatch, 16 << 20)
     (tmp_path / "films.seg").write_bytes(bytes(32 << 20))
     (tmp_path / name_of(2)).mkdir()
-    found = stores.disk(tmp_path, SystemClock())
-    assert found.health is Health.BROKEN and "beside a log" not in found.found
+    found = doctor.disk(tmp_path, SystemClock())
+    assert found.health is Health.BROKEN and "a log of" not in found.found
 
 
 @pytest.fixture
@@ -148,16 +148,16 @@ def master() -> Iterator[str]:
 
 def test_a_mooncake_master_is_asked_for(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepwell.store.mooncake.client.load_wheel", lambda: None)
-    assert stores.mooncake("", {"MOONCAKE_MASTER": master}) == fine("mooncake", f"a master listens at {master}")
-    gone = stores.mooncake("", {"MOONCAKE_MASTER": "127.0.0.1:1"})
+    assert doctor.mooncake("", {"MOONCAKE_MASTER": master}) == fine("mooncake", f"a master listens at {master}")
+    gone = doctor.mooncake("", {"MOONCAKE_MASTER": "127.0.0.1:1"})
     assert gone.health is Health.BROKEN and "is mooncake_master running" in gone.change
-    unnamed = stores.mooncake("", {})
+    unnamed = doctor.mooncake("", {})
     assert unnamed.health is Health.BROKEN and "master_server_address" in unnamed.change
 
 
 def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libraries, "_version", lambda name: None if name in ("fastapi", "pyzmq", "opentelemetry-sdk") else "1.0")
-    found = {each.check: each for each in libraries.packages()}
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in ("fastapi", "pyzmq", "opentelemetry-sdk") else "1.0")
+    found = {each.check: each for each in doctor.packages()}
     assert found["serve"].health is Health.BROKEN and found["serve"].change == install("serve")
     assert found["serve"].found == "not installed: fastapi"
     assert found["events"].health is Health.SLOW and found["guided"].health is Health.FINE
@@ -167,14 +167,14 @@ def test_a_missing_package_is_named_with_what_installs_it(monkeypatch: pytest.Mo
 def test_a_driver_that_torch_cannot_use_is_broken(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [each.health for each in libraries.gpu(root)] == [Health.FINE]
+    assert [each.health for each in doctor.gpu(root)] == [Health.FINE]
     write(root / "proc/driver/nvidia/version", "NVRM version\n")
-    assert [each.health for each in libraries.gpu(root)] == [Health.BROKEN]
+    assert [each.health for each in doctor.gpu(root)] == [Health.BROKEN]
 
 
 def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stepwell.engine.building.gpus", None)
-    (found,) = libraries.gpu()
+    (found,) = doctor.gpu()
     assert found.health is Health.BROKEN and found.change == install("serve")
 
 
@@ -192,7 +192,7 @@ def test_what_is_broken_is_the_exit_status_and_stands_with_what_to_change(
     def examined(*anything: object) -> list[Finding]:
         return [broken("memory", "none", "buy some")]
 
-    monkeypatch.setattr(command, "examine", examined)
+    monkeypatch.setattr(doctor, "examine", examined)
     assert main(["doctor"]) == 1
     assert "!!  memory" in (out := capsys.readouterr().out) and "change: buy some" in out
 
@@ -200,4 +200,4 @@ def test_what_is_broken_is_the_exit_status_and_stands_with_what_to_change(
 def test_a_store_that_is_not_known_cannot_be_checked() -> None:
     assert main(["doctor", "--store", "nothing:"]) == 2
     with pytest.raises(ConfigError, match="needs a directory"):
-        list(stores.store("log:", {}, SystemClock()))
+        list(doctor.check_store("log:", {}, SystemClock()))

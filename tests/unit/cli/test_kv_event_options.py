@@ -31,7 +31,7 @@ def test_without_an_address_it_is_this_machine_alone() -> None:
 def test_addresses_that_others_may_reach_come_with_a_warning() -> None:
     args = parsed("--kv-events", "tcp://*:5557", "--kv-events-replay", "tcp://127.0.0.1:5558")
     (_, where), (label, warning) = kv_events.summary(args)
-    assert where == "tcp://*:5557, old ones at tcp://127.0.0.1:5558"
+    assert where == "tcp://*:5557, replay at tcp://127.0.0.1:5558"
     assert label == "warning" and "tcp://*:5557 can read prompts" in warning
 
 

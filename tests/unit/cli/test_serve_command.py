@@ -22,8 +22,7 @@ from stepwell.cli import engine_options, serve, serve_summary
 from stepwell.cli.main import main
 from stepwell.cli.serve_summary import narrow
 from stepwell.jobs.children import start_child
-from stepwell.server.access.principals import Principals, Secrets
-from stepwell.server.access.tenants import TenantsFile
+from stepwell.server.access.tenants import Principals, Secrets, TenantsFile
 from stepwell.store.key_file import write_store_key
 from stepwell.store.registry import open_store
 from waiting import PATIENCE_S
@@ -78,7 +77,7 @@ class Ring:
 
 libraries = [[] for _ in range(400_000)]
 gc.collect()
-serve._collect_often()
+serve._tune_garbage_collector()
 connections = deque(maxlen=5_000)  # open for a while
 for _ in range(100_000):
     connections.append(Ring())
@@ -148,7 +147,7 @@ def test_people_are_told_whether_rows_may_leave_the_device_and_what_that_takes(a
     with build_engine(checkpoint("llama"), config) as engine:
         rows = engine.spilling
         told = dict(serve_summary.lines(engine, "a", config, "b", keys, TenantsFile(), made=False))["sparse"]
-    assert told == said + ("" if rows is None else f"{format_bytes(rows.beside_bytes)} beside pages")
+    assert told == said + ("" if rows is None else f"{format_bytes(rows.beside_bytes)} reserved for them")
     assert rows is None or rows.beside_bytes > 32 * 8 * 2048 * 16, "a plan for all that could be missing, at least"
 
 
@@ -180,13 +179,13 @@ def test_names_are_checked_wherever_only_this_machine_can_ask(spelled: str) -> N
 
     with bind(spelled, 0) as taken:
         host = taken.getsockname()[0]
-    named = serve._names(parsed("--host", spelled, "--allow-host", "well.example"), host)
+    named = serve._host_names(parsed("--host", spelled, "--allow-host", "well.example"), host)
     assert {"127.0.0.1", "localhost", spelled, host, "well.example"} <= set(named)
     assert not serve._warnings(host, Secrets(api_key=None, admin_token="word"), TenantsFile())
 
 
 def test_whoever_listens_to_others_knows_no_names_of_theirs_and_is_told_to_set_a_key() -> None:
-    assert serve._names(parsed("--host", "0.0.0.0"), "0.0.0.0") == ()
+    assert serve._host_names(parsed("--host", "0.0.0.0"), "0.0.0.0") == ()
     ((_, said),) = serve._warnings("0.0.0.0", Secrets(api_key=None, admin_token="word"), TenantsFile())
     assert "set an API key" in said
 
@@ -307,7 +306,7 @@ def test_a_second_signal_does_not_wait_for_answers(tmp_path: Path) -> None:
     assert process.returncode == 0 and _logged(errors)[-3:] == ["ending 1 request(s) that have not finished", *_CLOSING], errors
 
 
-_CLOSING = ["closing: backups and copies end, then the store is closed", "stopped"]
+_CLOSING = ["closing: finishing backups and copies, then closing the store", "stopped"]
 
 
 def _logged(errors: str) -> list[str]:

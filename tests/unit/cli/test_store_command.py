@@ -124,7 +124,7 @@ def test_a_directory_without_a_store_is_one_line(tmp_path: Path, capsys: pytest.
 
 def test_clear_forgets_one_namespace_for_good_and_touches_no_other(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "store", "clear", str(directory), ONE.digest.hex()[:8])
-    assert status == 0 and "forgot 3 values" in out
+    assert status == 0 and "dropped 3 values" in out
     with closing(open_in(directory)) as store:
         assert [fetch(store, ONE, f"v{at}", 10_000) for at in range(3)] == [None] * 3
         assert all(fetch(store, TWO, f"v{at}", 10_000) is not None for at in range(3))
@@ -136,7 +136,7 @@ def test_clear_wants_exactly_one_namespace_and_an_existing_store(
     assert run(capsys, "store", "clear", str(directory), "3")[0] == 2, "31 and 32: two namespaces start like that"
     assert run(capsys, "store", "clear", str(directory), "ff")[0] == 2
     status, _, err = run(capsys, "store", "clear", str(directory), "")
-    assert status == 2 and "name the namespace" in err, "an empty variable in a script"
+    assert status == 2 and "NAMESPACE must not be empty" in err, "an empty variable in a script"
     assert run(capsys, "store", "clear", str(tmp_path / "nothing"), "31")[0] == 2
     assert not (tmp_path / "nothing").exists()
 
@@ -165,7 +165,7 @@ def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_fi
         assert all(store.contains(KEYED, [key("good"), key("planted"), key("not ours")]))
     check = ("store", "check", str(directory))
     status, out, _ = run(capsys, *check)
-    assert status == 0 and "all sound" in out and "3 of them are stamped with a store key that was not given" in out
+    assert status == 0 and "all sound" in out and "3 of them are stamped with a store key: give it with" in out
     assert json.loads(run(capsys, *check, "--json")[1])["unproven_values"] == 3
     given = (*check, "--store-key-file", str(tmp_path / "ours"))
     status, out, _ = run(capsys, *given, "--json")
@@ -174,7 +174,7 @@ def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_fi
     assert report["damage"][0]["reason"] == "it was not written with the same store key"
     assert run(capsys, *given, "--repair")[0] == 0
     status, out, _ = run(capsys, *given)
-    assert status == 0 and "all sound" in out and "8 of them are stamped with no store key or another one" in out
+    assert status == 0 and "all sound" in out and "8 of them are not stamped with the store key" in out
     with closing(open_in(directory)) as store:
         assert store.contains(KEYED, [key("good"), key("planted"), key("not ours")]) == [True, False, True]
 
@@ -203,7 +203,7 @@ def test_damage_to_keyed_values_is_found_without_the_key(directory: Path, capsys
         store.write_from(ONE, [keyed(StoreKey(bytes(range(32))), "v9")])
     damage(directory, place_of(directory, "v9") + 500)
     status, out, _ = run(capsys, "store", "check", str(directory))
-    assert status == 1 and "do not match their checksum" in out and "1 of them is stamped" in out
+    assert status == 1 and "checksum" in out and "1 of them is stamped" in out
 
 
 def keyed(store_key: StoreKey, name: str, where: Space = ONE) -> Write:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from stepwell.base.meters import ManualClock
-from stepwell.cli import progress_lines
-from stepwell.cli.flags import with_flags
+from stepwell.cli import cases
+from stepwell.cli.cases import LINE_S, ProgressLines
+from stepwell.cli.command import with_flags
 from stepwell.cli.main import main
-from stepwell.cli.progress_lines import LINE_S, ProgressLines
 
 SERVE = ("serve", "--model", "random-hybrid", "--device", "cpu", "--port", "0")
 REPLAY = ("replay", "TMP/agents.jsonl", "--spec", "qwen3-next-80b")
@@ -49,11 +49,12 @@ def complaint(folder: Path, capsys: pytest.CaptureFixture[str], *argv: str) -> s
     ("argv", "said"),
     [
         ((*SERVE, "--durable"), "unrecognized arguments: --durable (see `stepwell serve --help`)"),
+        (("store", "stat", "DIR", "--full"), "unrecognized arguments: --full (see `stepwell store stat --help`)"),
         ((*SERVE, "--port", "99999"), "argument --port: must be a number from 0 to 65535, got '99999'"),
         ((*SERVE, "--port", "-1"), "argument --port: must be a number from 0 to 65535, got '-1'"),
         (("serve", "--model", "/none"), "there is no model at '/none': give a Hugging Face directory"),
-        ((*SERVE, "--store-budget", "1GiB"), "--store-budget and --store-option need a --store, as in --store log:DIR"),
-        ((*SERVE, "--store", "none", "--store-budget", "1GiB"), "--store-budget and --store-option need a --store"),
+        ((*SERVE, "--store-budget", "1GiB"), "--store-budget and --store-option need --store, as in --store log:DIR"),
+        ((*SERVE, "--store", "none", "--store-budget", "1GiB"), "--store-budget and --store-option need --store"),
         ((*SERVE, "--store", "log:TMP/a", "--store-budget", "some"), "--store-budget: not an amount of memory: 'some'"),
         ((*SERVE, "--store", "log:TMP/a", "--store-budget", "0"), "--store-budget must be more than 0, got 0"),
         ((*SERVE, "--max-body", "some"), "--max-body: not an amount of memory: 'some'"),
@@ -178,7 +179,7 @@ def test_progress_into_a_file_is_a_line_now_and_then(capsys: pytest.CaptureFixtu
 def test_a_terminal_has_a_bar_and_no_such_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     lines = ProgressLines(clock=clock)
-    monkeypatch.setattr(progress_lines.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(cases.sys.stderr, "isatty", lambda: True)
     clock.advance(100.0)
     lines.report("agents", 1, 100)
     assert not capsys.readouterr().err

@@ -15,7 +15,7 @@ import torch
 from stepwell.base.meters import ManualClock
 from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.loading.weights import HeldTensors
-from stepwell.server.monitoring.activity_log import EVERY_S, ThroughputLog
+from stepwell.server.monitoring.activity import LOG_EVERY_S, ThroughputLog
 from stepwell.server.monitoring.progress import Totals
 
 
@@ -41,7 +41,7 @@ def test_nothing_is_said_while_there_is_nothing_to_do(caplog: pytest.LogCaptureF
     engine = Engine()
     log = ThroughputLog(engine, engine.totals)  # type: ignore[arg-type]
     for _ in range(5):
-        engine.clock.advance(EVERY_S)
+        engine.clock.advance(LOG_EVERY_S)
         log.after_step()
     assert not caplog.records
 
@@ -55,18 +55,18 @@ def test_ten_seconds_of_work_are_one_line_with_tokens_as_they_came(caplog: pytes
         engine.totals.prompt["device" if step < 15 else "computed"] += 2
         engine.totals.output += 1
         log.after_step()
-        engine.clock.advance(EVERY_S / 20)
+        engine.clock.advance(LOG_EVERY_S / 20)
     log.after_step()
     assert [fields(each) for each in caplog.records] == [
         {"prompt_tokens_per_s": 4.0, "output_tokens_per_s": 2.0, "running": 1, "waiting": 1, "hit_share": 0.75}
     ]
-    engine.clock.advance(EVERY_S)
+    engine.clock.advance(LOG_EVERY_S)
     engine.totals.output += 1
     engine.scheduler.active.clear()
     engine.scheduler.waiting.clear()
     log.after_step()
     assert fields(caplog.records[-1]) == {"prompt_tokens_per_s": 0.0, "output_tokens_per_s": 0.1, "running": 0, "waiting": 0}
-    engine.clock.advance(EVERY_S)
+    engine.clock.advance(LOG_EVERY_S)
     log.after_step()
     assert len(caplog.records) == 2
 
@@ -76,7 +76,7 @@ def test_an_answer_that_begins_and_ends_in_one_step_counts(caplog: pytest.LogCap
     log = ThroughputLog(engine, engine.totals)  # type: ignore[arg-type]
     engine.totals.prompt["computed"] += 40
     log.after_step()
-    engine.clock.advance(EVERY_S)
+    engine.clock.advance(LOG_EVERY_S)
     log.after_step()
     assert fields(caplog.records[0])["prompt_tokens_per_s"] == 4.0
 

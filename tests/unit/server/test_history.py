@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from stepwell import Tier
 from stepwell.base.meters import ManualClock
-from stepwell.server.monitoring.history import EVERY_S, KEPT, History
+from stepwell.server.monitoring.activity import MOST_SAMPLES, SAMPLE_EVERY_S, History
 from stepwell.server.monitoring.progress import Totals
 
 
@@ -37,7 +37,7 @@ def test_what_happens_between_two_samples_is_summed() -> None:
     engine.count(1, device=64, computed=10)
     kept.after_step()
     engine.count(3, host=32, computed=1)
-    engine.clock.advance(EVERY_S)
+    engine.clock.advance(SAMPLE_EVERY_S)
     kept.after_step()
     engine.used = 4096
     engine.count(1, store=16)
@@ -50,18 +50,18 @@ def test_what_happens_between_two_samples_is_summed() -> None:
 
 def test_no_more_than_an_hour_is_kept() -> None:
     engine, kept = history()
-    for _ in range(KEPT + 50):
-        engine.clock.advance(EVERY_S)
+    for _ in range(MOST_SAMPLES + 50):
+        engine.clock.advance(SAMPLE_EVERY_S)
         engine.count(0, computed=1)
         kept.after_step()
     found = cast(dict[str, Any], kept.read())
-    assert len(found["ago_s"]) == KEPT + 1 and found["ago_s"][0] == (KEPT - 1) * EVERY_S == 3595.0
-    assert sum(found["prompt_tokens"]["computed"]) == KEPT
+    assert len(found["ago_s"]) == MOST_SAMPLES + 1 and found["ago_s"][0] == (MOST_SAMPLES - 1) * SAMPLE_EVERY_S == 3595.0
+    assert sum(found["prompt_tokens"]["computed"]) == MOST_SAMPLES
 
 
 def test_a_long_pass_makes_one_sample_not_several() -> None:
     engine, kept = history()
-    engine.clock.advance(EVERY_S * 10)
+    engine.clock.advance(SAMPLE_EVERY_S * 10)
     kept.after_step()
     kept.after_step()
     assert len(cast(dict[str, Any], kept.read())["ago_s"]) == 2

@@ -9,8 +9,7 @@ import pytest
 from stepwell import CacheEvent, EventKind, ModelSpec, Tier
 from stepwell.base.prompt import PageKey, pack, page_keys, unpack
 from stepwell.server.kv_events import blocks
-from stepwell.server.kv_events.blocks import BlockTranslator
-from stepwell.server.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored, Message, block_hash
+from stepwell.server.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, BlockTranslator, Message, block_hash
 from toys import FULL, HYBRID, PAGE, text
 
 ROOT = PageKey(b"r" * 32)

@@ -12,8 +12,8 @@ from router_mirror import Mirror
 from stepwell import Namespace, Tier
 from stepwell.base.prompt import pack, page_keys
 from stepwell.server.kv_events import publisher
-from stepwell.server.kv_events.messages import AllBlocksCleared, BlockStored, Message
-from stepwell.server.kv_events.publisher import EventPublisher, salt_told
+from stepwell.server.kv_events.blocks import AllBlocksCleared, BlockStored, Message
+from stepwell.server.kv_events.publisher import EventPublisher, published_salt
 from stepwell.store.memory import MemoryStore
 from toys import FULL, HYBRID, PAGE, Rig, text
 from waiting import PATIENCE_S, wait_until
@@ -180,6 +180,6 @@ def test_a_detached_store_has_nothing_any_more(heard: Heard) -> None:
 
 def test_salts_are_told_as_requests_have_them_and_tenants_have_one_that_none_has() -> None:
     plain = Namespace(model="m", layout="l")
-    assert salt_told(plain) is None and salt_told(replace(plain, salt="pepper")) == "pepper"
-    tenants = [salt_told(replace(plain, tenant=name, salt='["a secret", null]')) for name in ("alice", "bob")]
+    assert published_salt(plain) is None and published_salt(replace(plain, salt="pepper")) == "pepper"
+    tenants = [published_salt(replace(plain, tenant=name, salt='["a secret", null]')) for name in ("alice", "bob")]
     assert len(set(tenants)) == 2 and not any(told is None or "secret" in told for told in tenants)

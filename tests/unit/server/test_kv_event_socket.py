@@ -17,7 +17,7 @@ from kv_event_client import Batch, Listener, Stored, ask_again
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import pack
 from stepwell.server.kv_events import zmq_socket
-from stepwell.server.kv_events.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from stepwell.server.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored
 from stepwell.server.kv_events.zmq_socket import EventAddresses, ZmqEvents
 from waiting import wait_until
 
@@ -115,7 +115,7 @@ def test_questions_that_are_none_are_dropped(events: ZmqEvents, frames: list[byt
 
 @pytest.mark.parametrize("address", ["5557", "http://127.0.0.1:5557", "tcp://", "tcp://127.0.0.1", "inproc://x", "tcp://a b:1"])
 def test_addresses_that_are_none_are_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="KV events go to an address like"):
+    with pytest.raises(ConfigError, match="KV events need an address such as"):
         EventAddresses(publish=address)
 
 

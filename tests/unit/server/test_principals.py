@@ -9,7 +9,7 @@ import pytest
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.prompt import Namespace
-from stepwell.server.access.principals import Principal, Principals, Secrets, Tenant
+from stepwell.server.access.tenants import Principal, Principals, Secrets, Tenant
 
 ADMIN = "an admin token"
 SALTS = (None, "a", "b", "ab", '["a", "b"]', '["a", null]', "null")

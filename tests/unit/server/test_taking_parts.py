@@ -17,8 +17,8 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI
 
 from stepwell.base.errors import BadTokens
-from stepwell.server.ahead import MAX_NAME, MOST_FETCHES, ahead_router
 from stepwell.server.errors import install_errors
+from stepwell.server.peer_routes import MAX_NAME, MOST_FETCHES, ahead_router
 from stepwell.server.served import Served
 
 TOKEN = "a-token-of-some-length"

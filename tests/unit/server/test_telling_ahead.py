@@ -17,7 +17,7 @@ pytest.importorskip("fastapi")
 
 from stepwell.engine.requests.request import Ask
 from stepwell.server import ahead
-from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, Ahead
+from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, PartSender
 
 TOKEN = "a-token-of-some-length"
 ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
@@ -86,10 +86,10 @@ def decode() -> Iterator[DecodeServer]:
     made.server.server_close()
 
 
-def follow(monkeypatch: pytest.MonkeyPatch, decode: DecodeServer, parts: list[int]) -> tuple[OfferedParts, Ahead]:
+def follow(monkeypatch: pytest.MonkeyPatch, decode: DecodeServer, parts: list[int]) -> tuple[OfferedParts, PartSender]:
     """Follows a prompt that comes so far, one part after the other, and then is computed."""
     offers, left = OfferedParts(), list(parts)
-    made = Ahead(offers, [decode.address], TOKEN, look_s=0.0)  # type: ignore[arg-type]
+    made = PartSender(offers, [decode.address], TOKEN, look_s=0.0)  # type: ignore[arg-type]
 
     async def run() -> None:
         ended = asyncio.Event()
@@ -100,7 +100,7 @@ def follow(monkeypatch: pytest.MonkeyPatch, decode: DecodeServer, parts: list[in
                 return None
             return SimpleNamespace(tokens=left.pop(0))
 
-        monkeypatch.setattr(ahead, "Progress", lambda ask, part_tokens: SimpleNamespace(part=part))
+        monkeypatch.setattr(ahead, "PromptParts", lambda ask, part_tokens: SimpleNamespace(part=part))
         await made.follow(Loop(), ASK, decode.address, ended)  # type: ignore[arg-type]
 
     asyncio.run(run())
@@ -146,7 +146,7 @@ def test_a_server_that_fails_is_left_alone_for_a_while(
 
 def test_only_servers_that_were_named_at_the_start_are_told() -> None:
     async def begun(addresses: list[tuple[str, int]], **params: Any) -> bool:
-        made = Ahead(OfferedParts(), addresses, TOKEN, part_tokens=10)  # type: ignore[arg-type]
+        made = PartSender(OfferedParts(), addresses, TOKEN, part_tokens=10)  # type: ignore[arg-type]
         ended = made.begin(Loop(), ASK, params)  # type: ignore[arg-type]
         for task in list(made._following):
             task.cancel()
@@ -164,9 +164,9 @@ def test_only_servers_that_were_named_at_the_start_are_told() -> None:
 
 def test_short_prompts_and_more_than_a_few_at_a_time_are_not_followed() -> None:
     async def run() -> None:
-        made = Ahead(OfferedParts(), [("a", 1)], TOKEN, part_tokens=100)  # type: ignore[arg-type]
+        made = PartSender(OfferedParts(), [("a", 1)], TOKEN, part_tokens=100)  # type: ignore[arg-type]
         assert made.begin(Loop(), ASK, None) is None  # type: ignore[arg-type]
-        made = Ahead(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
+        made = PartSender(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
         begun = [made.begin(Loop(), ASK, None) for _ in range(MOST_FOLLOWED + 1)]  # type: ignore[arg-type]
         assert [each is not None for each in begun] == [True] * MOST_FOLLOWED + [False]
         for task in list(made._following):
@@ -181,8 +181,8 @@ def test_parts_of_long_prompts_are_longer(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     ended = asyncio.Event()
     ended.set()
-    monkeypatch.setattr(ahead, "Progress", lambda ask, part_tokens: sizes.append(part_tokens))
-    made = Ahead(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
+    monkeypatch.setattr(ahead, "PromptParts", lambda ask, part_tokens: sizes.append(part_tokens))
+    made = PartSender(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
     for tokens in (100, 100 * MOST_PARTS):
         asyncio.run(made.follow(Loop(), Ask(tokens=[1] * tokens), ("a", 1), ended))  # type: ignore[arg-type]
     made.close()

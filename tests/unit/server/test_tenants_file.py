@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepwell.base.errors import ConfigError
-from stepwell.server.access.principals import Principals, Secrets
-from stepwell.server.access.tenants import MAX_FILE_BYTES, MAX_TENANTS, parse_tenants, read_tenants
+from stepwell.server.access.tenants import MAX_FILE_BYTES, MAX_TENANTS, Principals, Secrets, parse_tenants, read_tenants
 from stepwell.store.log.opening import open_log
 from stepwell.store.registry import Opening
 
@@ -66,13 +65,13 @@ def test_neither_keys_nor_salts_are_in_a_repr() -> None:
         (written(ALICE | {"key_sha256": BOB["key_sha256"]}), "either key_sha256"),
         (written(ALICE | {"key": "short"}), "key must be text of 16"),
         (written(ALICE | {"key": 1234567890123456}), "key must be text"),
-        (written(ALICE | {"key": " with space around it"}), "without space around"),
+        (written(ALICE | {"key": " with space around it"}), "without surrounding spaces"),
         (written(ALICE | {"key": "with \x00 something in it"}), "printable"),
         (written(ALICE | {"key": "half a character \ud800"}), "printable"),
         (written(BOB | {"key_sha256": "abc"}), "64 hexadecimal digits"),
-        (written(BOB | {"key_sha256": sha256(b"").hexdigest()}), "no key at all"),
+        (written(BOB | {"key_sha256": sha256(b"").hexdigest()}), "digest of an empty key"),
         (written(ALICE | {"salt": ""}), "salt must be text"),
-        (written(ALICE | {"max_priorty": 3}), r"tenants\[0\]: field 3 of it is not known; there are name, key"),
+        (written(ALICE | {"max_priorty": 3}), r"tenants\[0\]: its field number 3 is unknown; the fields are name, key"),
         (written(ALICE | {"key": "a" * 32}), "key must be random"),
         (written(ALICE | {"key": "abcd" * 8}), "key must be random"),
         *[(written(ALICE | {"max_priority": bad}), "whole number from 0 to 10") for bad in (-1, 11, 1.5, True, "3", None)],
@@ -187,7 +186,7 @@ def test_a_quota_of_what_is_never_stored_is_warned_of(tmp_path: Path) -> None:
     path.write_bytes(written(ALICE | {"max_ttl_s": 60, "quota": "1GiB"}, BOB | {"quota": "1GiB"}))
     path.chmod(0o600)
     (warning,) = read_tenants(str(path)).warnings
-    assert "alice" in warning and "quota does nothing" in warning
+    assert "alice" in warning and "quota has no effect" in warning
 
 
 @pytest.mark.parametrize(
@@ -227,7 +226,7 @@ def test_it_may_come_through_a_pipe() -> None:
 def test_a_pipe_that_nobody_writes_to_does_not_hold_up_the_start(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path, 0o600)
-    with pytest.raises(ConfigError, match="not written to its end"):
+    with pytest.raises(ConfigError, match="did not finish within"):
         read_tenants(str(path), wait_s=0.01)
 
 

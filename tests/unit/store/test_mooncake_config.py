@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stepwell.base.errors import ConfigError, StoreError
-from stepwell.cli.mooncake_config import mooncake_options
+from stepwell.cli.engine_options import mooncake_options
 from stepwell.store.mooncake.client import connect
 from stepwell.store.mooncake.config import P2P, MooncakeConfig, SoftPin, from_file, from_mapping
 from stepwell.store.mooncake.opening import config_of, open_mooncake

@@ -170,7 +170,7 @@ def _document(row: Row) -> dict[str, Any]:
 
 COMMAND = Command(
     name="demo",
-    summary="Serve a small hybrid model, talk to it, kill it, resume from its disk, and compare every answer.",
+    summary="Serve a small hybrid model, kill it, resume from its disk, and compare every answer.",
     configure=_configure,
     run=_run,
     extra="serve",

@@ -1,15 +1,18 @@
-"""SGLang's device pools as pages of bytes: which buffers a page lies in, in which layer each is needed, what the bytes mean.
+"""SGLang's device pools as pages of bytes: the buffers and layers of a page, the meaning of its bytes, and copies to and from the
+host.
 
     page of "kv"   | k of layer 0 | k of layer 1 | v of layer 0 | v of layer 1 |     on the device: a piece in each buffer
                                                                                      on the host: one run, in this order
 
-Reads what the pools say of themselves, and knows their classes by name. Copies nothing, imports nothing of SGLang. A pool whose
-pages would not come back whole is refused.
+Reads the pools' attributes, and knows their classes by name. A pool whose pages cannot be restored completely is refused. Copies
+are plain torch, on the calling thread; on a GPU they use a stream of their own and are complete when the call returns. Imports
+nothing of SGLang.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ from stepwell.base.errors import ConfigError
 
 KV, SWA, MAMBA = "kv", "swa", "mamba"  # as SGLang calls them
 _MHA, _MLA, _DSA = "MHATokenToKVPool", "MLATokenToKVPool", "DSATokenToKVPool"
-_REPLICATED = (_MLA, _DSA)  # every rank of tensor parallelism holds the same
+_REPLICATED = (_MLA, _DSA)  # the same on every rank of tensor parallelism
 _INSTEAD = "start SGLang without --enable-unified-cache-external-linker, with --enable-hierarchical-cache and StepwellHiCache"
 
 
@@ -27,7 +30,7 @@ _INSTEAD = "start SGLang without --enable-unified-cache-external-linker, with --
 class Buffer:
     """One layer of a pool, or a part of it."""
 
-    layer: int  # among those of this process, as SGLang waits for them
+    layer: int  # within this process, as SGLang counts it
     pages: torch.Tensor  # [page, byte], over the pool's own memory
 
     @property
@@ -37,13 +40,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePool:
-    """Pages that SGLang names together: all buffers that one of its indices stands for."""
+    """The buffers that share SGLang's indices, as pages."""
 
     name: str
-    page_slots: int  # of SGLang's indices, for one page
+    page_slots: int  # SGLang indices per page
     buffers: tuple[Buffer, ...]
     pool_class: str
-    meaning: str  # what two pools must agree in before one may read the other's pages
+    meaning: str  # two pools must agree in it before one may read the other's pages
 
     @property
     def page_bytes(self) -> int:
@@ -54,7 +57,7 @@ class DevicePool:
         return min(len(buffer.pages) for buffer in self.buffers)
 
     def page_ids(self, slots: torch.Tensor) -> torch.Tensor:
-        """The pages that SGLang's indices are of; on a GPU it waits for them. Raises ValueError where they are no whole pages."""
+        """The pages of SGLang's indices; on a GPU this synchronizes. Raises ValueError if they are not whole pages."""
         starts = slots.detach().to(device="cpu", dtype=torch.int64).reshape(-1, self.page_slots)
         first = starts[:, :1]
         if bool((first % self.page_slots).any()) or not torch.equal(starts, first + torch.arange(self.page_slots)):
@@ -66,7 +69,7 @@ class DevicePool:
 
 
 def device_pools(kvcache: Any, requests: Any, *, page_tokens: int, states: bool) -> list[DevicePool]:
-    """The pools of a model; `states` says whether it has Mamba state. Raises ConfigError for what cannot be resumed exactly."""
+    """The pools of a model; `states` if it has Mamba state. Raises ConfigError for pools that cannot be resumed exactly."""
     kind = type(kvcache).__name__
     start = int(kvcache.start_layer or 0)
     if kind == "SWAKVPool":
@@ -85,7 +88,7 @@ def device_pools(kvcache: Any, requests: Any, *, page_tokens: int, states: bool)
 
 
 def is_replicated(pools: Sequence[DevicePool]) -> bool:
-    """Whether keys and values are the same on all ranks of tensor parallelism."""
+    """Whether all ranks of tensor parallelism hold the same keys and values."""
     return pools[0].pool_class in _REPLICATED
 
 
@@ -94,18 +97,18 @@ def num_layers(pools: Sequence[DevicePool]) -> int:
 
 
 def _attention(name: str, pool: Any, layers: Mapping[int, int] | None, page_tokens: int) -> DevicePool:
-    """`layers` says which layer a buffer is of; None where they are in order."""
+    """`layers` maps buffers to layers; None if they are in order."""
     kind = type(pool).__name__
     if kind == _MHA:
         if pool.k_scale_buffer is not None or getattr(pool, "native_k_scale_buffer", None) is not None:
-            raise ConfigError(f"Stepwell's linker does not know the scales of a quantized {kind}: {_INSTEAD}")
+            raise ConfigError(f"Stepwell's linker does not support the scales of a quantized {kind}: {_INSTEAD}")
         stacks = [pool.k_buffer, pool.v_buffer]
     elif kind in _REPLICATED:
         stacks = [pool.kv_buffer]
     else:
-        raise ConfigError(f"Stepwell's linker does not know pools of class {kind}: {_INSTEAD}")
+        raise ConfigError(f"Stepwell's linker does not support pools of class {kind}: {_INSTEAD}")
     found = [_buffer(pool, at, each, layers, page_tokens) for stack in stacks for at, each in enumerate(stack)]
-    if kind == _DSA:  # keys of its index, in rows of a page each
+    if kind == _DSA:  # index keys, one row per page
         found += [_buffer(pool, at, each, layers, 1) for at, each in enumerate(pool.index_k_with_scale_buffer)]
     return _pool(name, page_tokens, kind, found)
 
@@ -118,7 +121,7 @@ def _states(requests: Any, start: int) -> DevicePool:
         or requests.mamba_pool._slot_siblings
         or requests.mamba_v2p_table is not None
     ):
-        raise ConfigError(f"Stepwell's linker does not know all of the state that this model keeps beside Mamba's: {_INSTEAD}")
+        raise ConfigError(f"Stepwell's linker does not support state that this model has in addition to Mamba's: {_INSTEAD}")
     cache = requests.mamba_pool.mamba_cache
     layers = {at: layer - start for layer, at in requests.mamba_map.items()}
     found = [
@@ -138,12 +141,52 @@ def _pool(name: str, page_slots: int, kind: str, found: Sequence[tuple[Buffer, s
 
 
 def _buffer(pool: Any, at: int, buffer: Any, layers: Mapping[int, int] | None, rows: int) -> tuple[Buffer, str]:
-    """A buffer with so many rows to a page, and what its bytes mean."""
+    """A buffer with `rows` rows per page, and the meaning of its bytes."""
     if not isinstance(buffer, torch.Tensor) or not buffer.is_contiguous():
-        raise ConfigError(f"{type(pool).__name__} keeps a layer in another way than Stepwell's linker knows: {_INSTEAD}")
+        raise ConfigError(f"{type(pool).__name__} has a layer layout that Stepwell's linker does not support: {_INSTEAD}")
     whole = buffer.shape[0] // rows * rows
     pages = buffer[:whole].view(torch.uint8).reshape(whole // rows, -1)
     assert pages.data_ptr() == buffer.data_ptr(), "a copy of the pool's memory"
     layer = at if layers is None else layers[at]
-    logical = getattr(pool, "dtype", buffer.dtype)  # 8-bit floats are kept as plain bytes
+    logical = getattr(pool, "dtype", buffer.dtype)  # 8-bit floats are stored as bytes
     return Buffer(layer=layer, pages=pages), f"{layer} {buffer.dtype} {logical} {tuple(buffer.shape[1:])} {rows}"
+
+
+Barrier = Callable[[], None]
+
+
+class DeviceCopies:
+    """Copies of one device. One object per thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def to_host(self, pool: DevicePool, ids: torch.Tensor, rows: torch.Tensor, at: Sequence[int]) -> None:
+        """Copies device pages `ids` to the rows `at`."""
+        places, start = torch.tensor(at, dtype=torch.int64), 0
+        with self._running():
+            for buffer in pool.buffers:
+                pages = buffer.pages.index_select(0, ids.to(buffer.pages.device))
+                rows[places, start : start + buffer.page_bytes] = pages.to("cpu")
+                start += buffer.page_bytes
+
+    def to_device(self, pool: DevicePool, layer: int, ids: torch.Tensor, rows: torch.Tensor, at: Sequence[int]) -> None:
+        """Copies one layer's part of the rows `at` to device pages `ids`."""
+        places, start = torch.tensor(at, dtype=torch.int64), 0
+        with self._running():
+            for buffer in pool.buffers:
+                if buffer.layer == layer:
+                    pages = rows[places, start : start + buffer.page_bytes]
+                    device = buffer.pages.device
+                    buffer.pages.index_copy_(0, ids.to(device), pages.to(device))
+                start += buffer.page_bytes
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.stream(self._stream):
+                yield
+            self._stream.synchronize()

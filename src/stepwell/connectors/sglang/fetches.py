@@ -1,8 +1,8 @@
-"""What a store has of a prompt is brought into host memory, while the scheduler waits a little.
+"""Fetches pages of a prompt from a store into host memory while the scheduler waits briefly.
 
-SGLang asks on its scheduler's thread and begins at once with what it is told, so what it is told must be on the host, verified.
-A request waits `wait_s` at most, all its questions together. While a store hangs nobody else waits for it. What comes later is
-there for the next request. Reads are on a thread of their own; waiting is for the scheduler's thread alone.
+SGLang's scheduler looks a prompt up and starts loading at once, so every reported page must be on the host, verified. A request
+waits `wait_s` at most over all its lookups. While a store hangs, no other request waits for it. Pages that arrive later serve the
+next request. Reads run on a thread; waiting is for the scheduler's thread only.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import torch
 
 from stepwell.base.meters import Clock
 from stepwell.connectors.sglang.host_tier import HostTier
-from stepwell.connectors.sglang.pages import Pages
-from stepwell.connectors.sglang.prefix_lengths import Want, needed, restorable
+from stepwell.connectors.sglang.pages import Pages, Want, needed, restorable
 from stepwell.jobs.workers import WorkQueue
 
 log = logging.getLogger(__name__)
-BATCH_PAGES = 64  # of one read: as many as come at least before waiting ends
-MOST_ROUNDS = 4  # after damage the next best length is tried
+BATCH_PAGES = 64  # per read
+MOST_ROUNDS = 4  # after damage, the next best length is tried
 MOST_REQUESTS = 1024  # remembered
 
 
@@ -33,31 +32,31 @@ class _Fetch:
     keys: Sequence[str]
     wants: Sequence[Want]
     waited_s: float = 0.0
-    abandoned: bool = False  # nobody waits: not worth beginning
+    abandoned: bool = False  # no request waits: do not start
     done: Event = field(default_factory=Event)
 
 
 class Fetches:
-    """From one store into one host tier."""
+    """Fetches from one store into one host tier."""
 
     def __init__(self, host: HostTier, *, wait_s: float, clock: Clock) -> None:
         self._host, self._wait_s, self._clock = host, wait_s, clock
-        self._line = WorkQueue("fetch", clock)
+        self._queue = WorkQueue("fetch", clock)
         self._fetches: OrderedDict[str, _Fetch] = OrderedDict()
         self._newest: _Fetch | None = None
         self.pages = 0
-        self.not_waited = 0
+        self.not_asked = 0
 
     def wait_for(self, stored: Pages, request: str, keys: Sequence[str], wants: Sequence[Want]) -> None:
-        """Brings up what the store has of a prompt, or as much as comes in time."""
+        """Fetches the stored pages of a prompt, as far as they arrive in time."""
         fetch = self._fetches.get(request)
         if fetch is None or fetch.keys[0] != keys[0] or fetch.keys[-1] != keys[-1]:
             if self._is_stuck():
-                self.not_waited += 1
+                self.not_asked += 1
                 return
             waited_s = fetch.waited_s if fetch is not None else 0.0
             fetch = self._newest = self._fetches[request] = _Fetch(list(keys), list(wants), waited_s=waited_s)
-            self._line.submit(partial(self._run, stored, fetch))
+            self._queue.submit(partial(self._run, stored, fetch))
             while len(self._fetches) > MOST_REQUESTS:
                 self._fetches.popitem(last=False)
         if not fetch.done.is_set():
@@ -66,33 +65,33 @@ class Fetches:
             fetch.waited_s += self._clock.now() - began_s
             fetch.abandoned = not fetch.done.is_set()
 
-    def forget(self, request: str) -> None:
-        """Its pages are loaded, or everything is forgotten: the next question asks the store again."""
+    def drop(self, request: str) -> None:
+        """Drops a request's fetch, so that its next lookup queries the store again."""
         self._fetches.pop(request, None)
 
-    def forget_all(self) -> None:
+    def clear(self) -> None:
         self._fetches.clear()
 
     def close(self) -> None:
-        self._line.close()
+        self._queue.close()
 
     def _is_stuck(self) -> bool:
-        """Whether somebody waited in vain for the last one, and it has not ended since."""
+        """Whether the last fetch timed out and is still running."""
         return self._newest is not None and self._newest.abandoned and not self._newest.done.is_set()
 
     def _run(self, stored: Pages, fetch: _Fetch) -> None:
         try:
             generation = self._host.generation
             for _ in range(MOST_ROUNDS):
-                if fetch.abandoned or not self._bring(stored, fetch, generation):
+                if fetch.abandoned or not self._fetch_longest(stored, fetch, generation):
                     return
         except Exception:  # the worker boundary: the request is computed
-            log.exception("what the store has of a prompt could not be read")
+            log.exception("reading a prompt from the store failed")
         finally:
             fetch.done.set()
 
-    def _bring(self, stored: Pages, fetch: _Fetch, generation: int) -> bool:
-        """Reads what the longest length lacks that host and store could give together; false when nothing came of it."""
+    def _fetch_longest(self, stored: Pages, fetch: _Fetch, generation: int) -> bool:
+        """Reads the missing pages of the longest length that host and store have together; false if none arrived."""
         keys, wants, there = fetch.keys, fetch.wants, {}
         for want in wants:
             held = self._host.holds(want.pool, keys)
@@ -120,10 +119,10 @@ class Fetches:
         try:
             good = stored.read(pool, [slot.key for slot in slots], torch.tensor([slot.at for slot in slots]))
         except BaseException:
-            self._host.give_back(pool, slots)
+            self._host.free(pool, slots)
             raise
         came = [slot for slot, fine in zip(slots, good, strict=True) if fine]
         self._host.publish(pool, came, generation=generation, is_stored=True)
-        self._host.give_back(pool, [slot for slot, fine in zip(slots, good, strict=True) if not fine])
+        self._host.free(pool, [slot for slot, fine in zip(slots, good, strict=True) if not fine])
         self.pages += len(came)
         return len(came)

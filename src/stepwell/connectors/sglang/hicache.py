@@ -5,8 +5,8 @@
         "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
         "store": "log:/var/cache/stepwell", "store_budget": "100GiB"}'
 
-SGLang decides what is stored and when; this answers. SGLang ends its processes without closing anything, so nothing waits for
-`close`. Called on its scheduler, prefetch and backup threads.
+SGLang decides what is stored and when. It ends its processes without closing anything, so nothing relies on `close`. Called on
+its scheduler, prefetch and backup threads.
 """
 
 from __future__ import annotations
@@ -22,31 +22,27 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 
 from stepwell.base.errors import StoreError
 from stepwell.connectors.sglang.host_pool import ANCHOR
-from stepwell.connectors.sglang.opening import open_verified
-from stepwell.connectors.sglang.pages import Pages
-from stepwell.connectors.sglang.prefix_lengths import Want, window_of
-from stepwell.connectors.sglang.ranks import ranks_of
-from stepwell.connectors.sglang.settings import settings_of
-from stepwell.connectors.sglang.weights import weights_of
+from stepwell.connectors.sglang.pages import Pages, Want, window_of
+from stepwell.connectors.sglang.settings import open_for_rank, ranks_of, settings_of, weights_of
 
 log = logging.getLogger(__name__)
-_MOST_MEASURED = 1000  # calls between two looks at the metrics
+_MOST_MEASURED = 1000  # calls between two reports
 
 
 class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not be installed where types are checked
-    """One rank's backend. Raises ConfigError or StoreError when it cannot work, saying what to do: SGLang then does not start."""
+    """One rank's backend. Raises ConfigError or StoreError that says what to do, which stops SGLang's start."""
 
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         self._config = storage_config
         self._settings = settings_of(storage_config.extra_config)
         self._identity = weights_of(_server_args(), self._settings.identity)
-        self._store = open_verified(self._settings, ranks_of(storage_config), self._identity)
+        self._store = open_for_rank(self._settings, ranks_of(storage_config), self._identity)
         self._pages: Pages | None = None
         self._measuring = bool(storage_config.enable_storage_metrics)
         self._moved: dict[str, deque[tuple[int, float]]] = {verb: deque(maxlen=_MOST_MEASURED) for verb in ("read", "write")}
         self._warned = False
 
-    # ---- which memory -----------------------------------------------------------------------------
+    # ---- memory -----------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -62,13 +58,11 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
     def _learn(self, name: str, pool: Any) -> None:
         learned = self.pages.learn(name, pool)
         if self._config.is_mla_model and self._config.tp_size > 1 and learned.by_rank and name.startswith("draft"):
-            log.warning(
-                "SGLang saves pool %r on rank 0 only, though it differs by rank: nothing will be found on other ranks", name
-            )
+            log.warning("SGLang saves pool %r on rank 0 only, although it differs by rank: other ranks will not find it", name)
 
     @property
     def pages(self) -> Pages:
-        assert self._pages is not None, "SGLang registers its anchor pool before it asks for anything"
+        assert self._pages is not None, "SGLang must register its anchor pool first"
         return self._pages
 
     # ---- pages of KV: interface v1 ----------------------------------------------------------------
@@ -121,14 +115,14 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
         self.get("")
 
     def clear(self) -> None:
-        """Forgets what is stored of this model as it is served here, and nothing else that the store holds.
+        """Deletes the stored pages of this model as served here, and nothing else in the store.
 
-        Raises StoreError where it cannot: SGLang then says that it was not cleared.
+        Raises StoreError if it cannot; SGLang then reports that the store was not cleared.
         """
-        log.info("forgot %d stored values", self.pages.clear())
+        log.info("deleted %d stored values", self.pages.clear())
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, when SGLang's metrics are on. Asks nothing of the store."""
+        """Transfers since the last call, if SGLang's metrics are on. Does not query the store."""
         if not self._measuring or not any(self._moved.values()):
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -164,13 +158,13 @@ class StepwellHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang may not b
             self._warned = True
             log.warning(
                 'add "hicache_storage_pass_prefix_keys": true to --hicache-storage-backend-extra-config: without it Stepwell '
-                "does not know which pages belong together, and may evict the beginning of a prompt before its end"
+                "does not know the parents of pages, and may evict the beginning of a prompt before its end"
             )
         return keys or []
 
 
 def _server_args() -> Any:
-    """What SGLang was started with; None where nothing was started, as in tools."""
+    """SGLang's start arguments; None outside of a server."""
     try:
         from sglang.srt.runtime_context import get_server_args
 

@@ -1,9 +1,9 @@
-"""One host pool of SGLang's: where the bytes of its pages lie, what they look like, and the keys of its pages.
+"""One host pool of SGLang's: the memory of its pages, their format, and their keys.
 
     page   | run | run |             K and V of all layers, or of each layer; one run for latents
     page   | run | run | run | run   cut by heads: two runs for each part, each part a value of its own
 
-Reads what the pool says of itself. Never copies, and never touches memory outside the pool's own buffers.
+Reads the pool's attributes. Never copies, and never touches memory outside the pool's own buffers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.connectors.sglang.ranks import Ranks
+from stepwell.connectors.sglang.settings import Ranks
 
 _META = "get_page_buffer_meta"
-# What two pools must agree in before one may read the other's pages, as far as they have it.
+# Attributes in which two pools must agree before one may read the other's pages.
 _FACTS = (
     "layout", "dtype", "store_dtype", "page_size", "storage_format_tag", "layer_num", "target_layer_num",
     "start_layer", "end_layer", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim", "index_head_dim",
@@ -26,7 +26,7 @@ _FACTS = (
     "indexer_page_stride_size", "num_mamba_layers", "temporal_dtype", "conv_dtype", "temporal_state_shape", "conv_state_shapes",
     "compress_ratio", "ratio", "item_bytes", "stores_page_envelope", "dcp_size",
 )  # fmt: skip
-_BY_RANK = ("MHA", "Mamba")  # classes whose pages differ from rank to rank, whatever the rest of the model does
+_BY_RANK = ("MHA", "Mamba")  # classes whose pages always differ between ranks
 ANCHOR = "kv"
 
 
@@ -41,11 +41,11 @@ class HostPool:
         self._parts = list(ranks.own_parts) if by_heads else [0]
         self.sizes = self._run_sizes()
         self.has_bytes = bool(self.sizes)
-        kind = getattr(pool, "pool_class", type(pool).__name__)  # memory of our own says which pool's it is
+        kind = getattr(pool, "pool_class", type(pool).__name__)  # our own memory names its pool's class
         self.by_rank = any(word in kind for word in _BY_RANK)
         self.replicated = ranks.replicated and not self.by_rank
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if getattr(pool, fact, None) is not None}
-        # Cut by heads, a part looks alike whatever number of heads its rank has.
+        # With pages cut by heads, a part does not depend on the number of heads of its rank.
         facts |= {} if by_heads else {"head_num": str(getattr(pool, "head_num", ""))}
         self.facts = f"sglang {version} {kind} {sorted(facts.items())} runs {self.sizes}"
         self.shard = ranks.shard(replicated=self.replicated, by_heads=by_heads)
@@ -56,7 +56,7 @@ class HostPool:
         return len(self._tags) if self.has_bytes else 0
 
     def keys(self, page: str) -> list[bytes]:
-        """What a page's values are called; the last one stands on those before it."""
+        """The keys of a page's values; each is the parent of the next."""
         return [hashlib.blake2b(page.encode(), digest_size=32, key=tag).digest() for tag in self._tags]
 
     def last_key(self, page: str) -> bytes:
@@ -83,7 +83,7 @@ class HostPool:
         return self._views[at][start : start + size]
 
     def _run_sizes(self) -> list[int]:
-        """Bytes of each run of one value; none for an anchor that only counts pages (DeepSeek-V4)."""
+        """Bytes of each run of one value; empty for an anchor without memory (DeepSeek-V4)."""
         try:
             pointers, sizes = self._meta(torch.arange(self.page_size)) if self._views or hasattr(self._pool, _META) else ([], [])
         except (ValueError, NotImplementedError) as error:
@@ -91,12 +91,12 @@ class HostPool:
                 return []
             layout = getattr(self._pool, "layout", "")
             raise ConfigError(
-                f"SGLang's pool {self.name!r} cannot say where its pages lie ({error}): "
+                f"SGLang's pool {self.name!r} cannot locate its pages ({error}): "
                 f"use --hicache-mem-layout page_first_direct or page_first in place of {layout}"
             ) from None
         if pointers and not self._views:
             raise ConfigError(
-                f"SGLang's pool {self.name!r} ({type(self._pool).__name__}) does not show the memory its pages lie in"
+                f"SGLang's pool {self.name!r} ({type(self._pool).__name__}) does not expose the memory of its pages"
             )
         return [int(size) for size in sizes[: len(sizes) // len(self._parts)]]
 
@@ -110,7 +110,7 @@ def _memory_of(pool: Any) -> tuple[list[int], list[memoryview]]:
         buffers = list(buffer) if isinstance(buffer, (list, tuple)) else [buffer]
     held = [buffer for buffer in buffers if buffer is not None and buffer.numel()]
     if not all(buffer.is_contiguous() and buffer.device.type == "cpu" for buffer in held):
-        raise ConfigError(f"{type(pool).__name__} is not plain host memory in one piece: use another --hicache-mem-layout")
+        raise ConfigError(f"{type(pool).__name__} is not contiguous host memory: use another --hicache-mem-layout")
     flat = [buffer.view(-1).view(torch.uint8) for buffer in held]
     flat.sort(key=lambda buffer: int(buffer.data_ptr()))
     return [int(buffer.data_ptr()) for buffer in flat], [memoryview(buffer.numpy()) for buffer in flat]

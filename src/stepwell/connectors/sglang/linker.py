@@ -4,8 +4,8 @@
     --unified-cache-external-linker-config '{"linker": "StepwellLinker", "linker_module_path": "stepwell.connectors.sglang",
         "linker_extra_config": {"host_memory": "64GiB", "store": "log:/var/cache/stepwell", "store_budget": "500GiB"}}'
 
-SGLang decides what is saved and where it is loaded; this says how far a prompt can be restored, and keeps its word. All calls
-come on the scheduler's thread, in the same order on every rank. Imports SGLang.
+SGLang decides what is saved and where it is loaded; the linker reports how much of a prompt can be restored, and keeps those
+pages. All calls come on the scheduler's thread, in the same order on every rank. Imports SGLang.
 """
 
 from __future__ import annotations
@@ -22,26 +22,20 @@ from sglang.srt.runtime_context import get_parallel
 
 from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.meters import SystemClock
-from stepwell.connectors.sglang.device_copies import Barrier, DeviceCopies
-from stepwell.connectors.sglang.device_pools import KV, MAMBA, SWA, device_pools, is_replicated, num_layers
+from stepwell.connectors.sglang.device_pools import KV, MAMBA, SWA, Barrier, DeviceCopies, device_pools, is_replicated, num_layers
 from stepwell.connectors.sglang.fetches import Fetches
 from stepwell.connectors.sglang.host_tier import HostTier
-from stepwell.connectors.sglang.loads import LayerProgress, Loads
-from stepwell.connectors.sglang.opening import open_verified
-from stepwell.connectors.sglang.pages import Pages
-from stepwell.connectors.sglang.prefix_lengths import Want, window_of
-from stepwell.connectors.sglang.ranks import Ranks
-from stepwell.connectors.sglang.saves import Saves
-from stepwell.connectors.sglang.settings import linker_settings_of
-from stepwell.connectors.sglang.weights import weights_of
+from stepwell.connectors.sglang.pages import Pages, Want, window_of
+from stepwell.connectors.sglang.settings import Ranks, linker_settings_of, open_for_rank, weights_of
+from stepwell.connectors.sglang.transfers import LayerProgress, Loads, Saves
 from stepwell.verified.store import VerifiedStore
 
 log = logging.getLogger(__name__)
-_POOL_OF = {"FULL": KV, "SWA": SWA, "MAMBA": MAMBA}  # SGLang's components of a tree
+_POOL_OF = {"FULL": KV, "SWA": SWA, "MAMBA": MAMBA}  # components of SGLang's tree
 
 
 class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may not be installed where types are checked
-    """One rank's. Raises ConfigError or StoreError when it cannot work, saying what to do: SGLang then does not start."""
+    """One rank's linker. Raises ConfigError or StoreError that says what to do, which stops SGLang's start."""
 
     def __init__(
         self, server_args: Any, params: Any, *, components: Any, extra_config: dict[str, Any], forward_stream: Any = None
@@ -67,13 +61,13 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
         self._store_s = settings.store.deadline_s if settings.store else 0.0
         self._is_closed = False
         if settings.store is not None:
-            self._store = open_verified(settings.store, self._ranks, self._identity)
+            self._store = open_for_rank(settings.store, self._ranks, self._identity)
             self._stored = self._pages(self._store, self._identity)
 
     # ---- a request ----------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        """Lengths that can be loaded from the host now. What the store has is brought there first, for `fetch_wait_s` at most."""
+        """Lengths that can be loaded from the host now, after fetching from the store for `fetch_wait_s` at most."""
         by_pool = {str(each.name): each for each in transfers}
         keys = by_pool[KV].keys if KV in by_pool else None
         if not keys or by_pool.keys() != self.pools.keys():
@@ -81,15 +75,17 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
         wants = [Want(name, window_of(by_pool[name])) for name in self.pools]
         if self._stored is not None and len(keys) not in self._host.lengths(keys, wants):
             self._fetches.wait_for(self._stored, rid, keys, wants)
-        return self._host.promise(rid, keys, wants)
+        return self._host.reserve(rid, keys, wants)
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """Alone, a request whose pages are gone is computed. Ranks must all say the same, so beside others it fails later."""
+        """Queues a load. If pages are gone, a single rank returns False, and the request is computed; with several ranks, which
+        must agree, the request fails later.
+        """
         wanted = {str(each.name): list(each.keys) for each in transfers if each.keys}
         indices = {str(each.name): each.device_indices for each in transfers if each.keys}
         if not wanted:
             return False
-        self._fetches.forget(rid)
+        self._fetches.drop(rid)
         claim = self._host.claim(rid, wanted)
         if claim is None and self._may_refuse:
             return False
@@ -108,7 +104,7 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
     # ---- what was computed --------------------------------------------------------------------------
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        """Always begins, whatever room there is: every rank must."""
+        """Starts a save, even without space, because all ranks must agree."""
         wanted = {str(each.name): (list(each.keys), each.device_indices) for each in transfers if each.keys}
         if KV not in wanted:
             return False
@@ -124,14 +120,14 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
     # ---- the rest -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Everything is forgotten, on the host and for this process in the store: SGLang resets when weights were exchanged, too.
+        """Clears the host, and makes stored pages unreachable for this process: SGLang also resets after a change of weights.
 
-        What is stored stays there for servers that start later.
+        Stored pages remain for servers that start later.
         """
         self._loads.quiesce()
         self._saves.quiesce()
-        self._host.forget_all()
-        self._fetches.forget_all()
+        self._host.clear()
+        self._fetches.clear()
         self.layer_done_counter.reset()
         if self._store is not None:
             self._stored = self._pages(self._store, f"{self._identity} {uuid4().hex}")
@@ -153,13 +149,13 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
             log.warning("%s", error)
 
     def stats(self) -> dict[str, int]:
-        """Pages so far."""
+        """Counts of pages."""
         pools = self._host.pools.values()
         return {
             "saved": self._saves.pages, "loaded": self._loads.pages, "fetched": self._fetches.pages,
             "evicted": sum(pool.evicted for pool in pools), "to_store": self._saves.num_waiting,
-            "not_stored": self._saves.passed_over,
-            "broken_promises": self._host.broken_promises, "store_not_asked": self._fetches.not_waited,
+            "not_stored": self._saves.skipped_pages,
+            "dropped_reservations": self._host.dropped_reservations, "store_not_asked": self._fetches.not_asked,
         }  # fmt: skip
 
     def audit(self) -> None:
@@ -175,11 +171,11 @@ class StepwellLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang may no
         return pages
 
     def _written(self) -> Barrier:
-        """Returns when what was computed so far is in the device pools."""
+        """A function that returns when everything computed so far is in the device pools."""
         return _synchronized(self.record_offload_ready() if self._device.type == "cuda" else [])
 
     def _ready(self) -> Barrier:
-        """Returns when nobody uses the device pages any more that were given for loads."""
+        """A function that returns when the device pages for loads are no longer in use."""
         if self._device.type != "cuda":
             return _synchronized([])
         event = torch.cuda.Event()
@@ -199,20 +195,20 @@ def _pools_of(params: Any, components: Any) -> list[Any]:
     names = {component.name for component in components}
     if names - _POOL_OF.keys():
         raise ConfigError(
-            f"Stepwell's linker knows {', '.join(_POOL_OF)}, and this model's cache also has {names - _POOL_OF.keys()}"
+            f"Stepwell's linker supports {', '.join(_POOL_OF)}, and this model's cache also has {names - _POOL_OF.keys()}"
         )
     if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        raise ConfigError("Stepwell's linker does not keep what a draft model computes: serve without speculative decoding")
+        raise ConfigError("Stepwell's linker does not support draft models: serve without speculative decoding")
     if params.pp_size > 1:
         raise ConfigError("SGLang's linkers agree on lengths among ranks of one stage only: serve with --pp-size 1")
     if get_parallel().attn_dcp_size > 1:
-        raise ConfigError("Stepwell's linker does not know pages that are cut by context parallelism: serve with --dcp-size 1")
+        raise ConfigError("Stepwell's linker does not support pages cut by context parallelism: serve with --dcp-size 1")
     kvcache = params.token_to_kv_pool_allocator.get_kvcache()
     pools = device_pools(kvcache, params.req_to_token_pool, page_tokens=params.page_size, states="MAMBA" in names)
     found, wanted = {pool.name for pool in pools}, {_POOL_OF[name] for name in names}
     if found != wanted:
         raise ConfigError(
-            f"SGLang's tree keeps {sorted(wanted)} of this model, and its pools are {sorted(found)}: not known here"
+            f"SGLang's tree has {sorted(wanted)} for this model, but its pools are {sorted(found)}: this is not supported"
         )
     return pools
 

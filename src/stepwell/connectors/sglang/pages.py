@@ -1,24 +1,82 @@
-"""SGLang's pages as verified values: what exists, which prefix lengths every pool can restore, reading and writing.
+"""SGLang's pages as verified values: which exist, which prefix lengths every pool can restore, reading and writing.
 
-The pages of a prompt are a chain of values, each the parent of the next; a page of another pool stands on the KV page it
-belongs to. So stores evict a prompt from its end, and what is left can be used. Knows no class of SGLang's. Any thread.
+The pages of a prompt form a chain of values; a page of another pool is the child of the KV page it belongs to. Stores therefore
+evict a prompt from its end, and what is left can be used. The legal lengths are those at which every pool has what it needs:
+
+kv      x x x x x x . x      all pages of the prefix               legal: 1 to 6
+swa     . . x x . x x .      those of the last `window`, here 2    legal: 4, 7
+mamba   . . . x . x . .      the last one                          legal: 4, 6; so 4 for all three
+
+Knows no class of SGLang's. Any thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from stepwell.base.prompt import Namespace
 from stepwell.base.tasks import ItemStatus
 from stepwell.connectors.sglang.host_pool import ANCHOR, HostPool
-from stepwell.connectors.sglang.prefix_lengths import Found, Want, leading, restorable
-from stepwell.connectors.sglang.ranks import Ranks
+from stepwell.connectors.sglang.settings import Ranks
 from stepwell.store.api import NO_PARENT, Space
 from stepwell.verified.runs import ReadRuns, WriteRuns
 from stepwell.verified.store import VerifiedStore
+
+
+class Want(NamedTuple):
+    """The pages of a prefix that a pool needs: all, or the last `window`."""
+
+    pool: str
+    window: int | None
+
+
+class Found(NamedTuple):
+    """The available part of a prompt."""
+
+    pages: dict[str, int]  # longest legal length of each pool alone; absent for none
+    restorable: list[int]  # prefix lengths, in pages, that are legal for all pools
+
+
+def restorable(there: Mapping[str, Sequence[bool]], wants: Sequence[Want]) -> Found:
+    """The lengths that are legal for all pools at once, which is not the minimum over the pools."""
+    pages: dict[str, int] = {}
+    lengths: list[int] | None = None
+    for want in wants:
+        here = there[want.pool]
+        good = range(1, leading(here) + 1) if want.window is None else ends_of_windows(here, want.window)
+        if good:
+            pages[want.pool] = max(good)
+        allowed = set(good)
+        lengths = list(good) if lengths is None else [length for length in lengths if length in allowed]
+    return Found(pages=pages, restorable=lengths or [])
+
+
+def leading(there: Sequence[bool]) -> int:
+    """The number of leading pages without a gap."""
+    return list(there).index(False) if False in there else len(there)
+
+
+def ends_of_windows(there: Sequence[bool], window: int) -> list[int]:
+    """Prefix lengths whose last `window` pages, or all of a shorter prefix, exist."""
+    ends, run = [], 0
+    for length, here in enumerate(there, 1):
+        run = run + 1 if here else 0
+        if run >= min(window, length):
+            ends.append(length)
+    return ends
+
+
+def window_of(transfer: Any) -> int | None:
+    """The number of last pages SGLang needs of a pool; None for all. A trailing pool's keys only matter by their number."""
+    return None if transfer.hit_policy == "all_pages" else max(1, len(transfer.keys or ()))
+
+
+def needed(want: Want, length: int) -> range:
+    """The pages that a pool needs for a prefix of this length."""
+    return range(0 if want.window is None else max(0, length - want.window), length)
 
 
 class Pages:
@@ -30,7 +88,7 @@ class Pages:
         self._space: Space | None = None
 
     def learn(self, name: str, pool: Any) -> HostPool:
-        """Takes note of a pool, or of a newer one of the same name. Raises ConfigError for one whose pages cannot be found."""
+        """Registers a pool, or replaces one of the same name. Raises ConfigError for a pool whose pages cannot be located."""
         known = self._pools[name] = HostPool(name, pool, self._ranks, self._version)
         if name == ANCHOR:
             self._space = self._space_of(known)
@@ -41,15 +99,15 @@ class Pages:
 
     @property
     def space(self) -> Space:
-        assert self._space is not None, "SGLang registers its anchor pool before it asks for anything"
+        assert self._space is not None, "SGLang must register its anchor pool first"
         return self._space
 
     def leading(self, pool: str, keys: Sequence[str]) -> int:
-        """How many pages are there without a gap."""
+        """The number of leading pages without a gap."""
         return leading(self._there(self._pools[pool], keys))
 
     def find(self, keys: Sequence[str], wants: Sequence[Want]) -> Found:
-        """The lengths that are legal for all pools at once: never a minimum of what each of them would allow."""
+        """The lengths that are legal for all pools at once, which is not the minimum over the pools."""
         length = self.leading(ANCHOR, keys)
         there = {want.pool: self.there(want.pool, keys[:length]) for want in wants}
         return restorable({**there, ANCHOR: [True] * length}, [Want(ANCHOR, None), *wants])
@@ -59,7 +117,7 @@ class Pages:
         return self._there(self._pools[pool], keys)
 
     def read(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None) -> list[bool]:
-        """Fills the pages that verify; which of them did."""
+        """Fills the pages that verify; returns which did."""
         known = self._pools[pool]
         if not known.has_bytes:
             return [True] * len(keys)
@@ -70,7 +128,7 @@ class Pages:
         return self._by_page(known, self._store.read(self.space, reads))
 
     def write(self, pool: str, keys: Sequence[str], host_indices: torch.Tensor | None, before: Sequence[str]) -> list[bool]:
-        """Keeps pages that come after the pages `before`; which of them are there now."""
+        """Stores pages that follow the pages `before`; returns which are stored now."""
         known = self._pools[pool]
         if not known.has_bytes:
             return [True] * len(keys)
@@ -78,14 +136,14 @@ class Pages:
             return [False] * len(keys)
         runs, each, writes = known.runs(host_indices), known.values_per_page, []
         for at, key in enumerate(keys):
-            parent, depth = self._stands_on(known, keys, at, before)
+            parent, depth = self._parent_of(known, keys, at, before)
             for part, name in enumerate(known.keys(key)):
                 writes.append(WriteRuns(name, runs[at * each + part], parent, depth + part))
                 parent = name
         return self._by_page(known, self._store.write(self.space, writes))
 
     def clear(self) -> int:
-        """Forgets everything stored in this model's space. Raises StoreError where the store cannot."""
+        """Deletes everything stored in this model's space. Raises StoreError if the store cannot."""
         return self._store.clear(self.space)
 
     def stats(self) -> Mapping[str, int]:
@@ -105,8 +163,8 @@ class Pages:
         found, each = self._store.contains(self.space, names), pool.values_per_page
         return found if each == 1 else [all(found[at : at + each]) for at in range(0, len(found), each)]
 
-    def _stands_on(self, pool: HostPool, keys: Sequence[str], at: int, before: Sequence[str]) -> tuple[bytes, int]:
-        """The parent of a page, and how many values are below it."""
+    def _parent_of(self, pool: HostPool, keys: Sequence[str], at: int, before: Sequence[str]) -> tuple[bytes, int]:
+        """The parent of a page, and the number of its ancestors."""
         anchor, page = self._pools[ANCHOR], len(before) + at
         if pool is not anchor and anchor.has_bytes:
             return anchor.last_key(keys[at]), (page + 1) * anchor.values_per_page

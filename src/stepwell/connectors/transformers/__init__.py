@@ -1,4 +1,4 @@
-"""Prompts of Hugging Face Transformers models, resumed from host memory or a store. `PromptCache` is all that a user needs."""
+"""Resumes prompts of Hugging Face Transformers models from host memory or a store, through `PromptCache`."""
 
 from stepwell.connectors.transformers.prefill import Prefilled
 from stepwell.connectors.transformers.prompt_cache import PromptCache

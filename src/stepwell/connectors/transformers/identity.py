@@ -1,7 +1,7 @@
-"""The identity of a model: what its weights are to the last bit, and everything else that its cached bytes depend on.
+"""The identity of a model: its weights to the last bit, and everything else that cached pages depend on.
 
-Weights are hashed once. Later calls look at addresses and version counters only, which change when a tensor is replaced or
-written in place. What is written through `tensor.data` is not noticed.
+Weights are hashed once. Later calls compare addresses and version counters only, which change when a tensor is replaced or
+written in place. Writes through `tensor.data` are not detected.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import xxhash
 
 from stepwell.base.errors import ConfigError
 
-_BLOCK_BYTES = 64 << 20  # of a tensor that are brought to the host at once
-_NOT_IDENTITY = ("_name_or_path", "name_or_path")  # where weights were read from
+_BLOCK_BYTES = 64 << 20  # copied to the host at once
+_NOT_IDENTITY = ("_name_or_path", "name_or_path")  # the path of the weights
 
 
 class Identity:
-    """One model's identity, made anew when its weights or adapters have changed."""
+    """One model's identity, recomputed when its weights or adapters have changed."""
 
     def __init__(self, model: Any, given: str | None = None) -> None:
-        """`given` names the weights as they are now, where the caller has a digest of them and all should not be read."""
+        """`given` is the caller's digest of the current weights, to avoid reading them all."""
         self._model = model
         self._seen = self._look()
         self.name = self._name(given)
 
     def changed(self) -> bool:
-        """Whether the model is another one than the last time. `name` is then the new one's."""
+        """Whether the model has changed since the last call. If so, `name` is updated."""
         seen = self._look()
         if seen == self._seen:
             return False
@@ -64,7 +64,7 @@ class Identity:
 
 
 def _held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and lasting buffers, as the modules hold them: asking twice gives the same objects."""
+    """Parameters and persistent buffers, as the modules hold them."""
     yield from model.named_parameters(remove_duplicate=False)
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -73,7 +73,7 @@ def _held(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _saved(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as they would be saved, with what quantized modules add to them."""
+    """The weights as they would be saved, including those of quantized modules."""
     for name, tensor in model.state_dict().items():
         if isinstance(tensor, torch.Tensor):
             yield name, tensor
@@ -82,7 +82,7 @@ def _saved(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # tensors of a library's own class
+    except (RuntimeError, NotImplementedError):  # tensor subclasses
         return 0
 
 
@@ -91,7 +91,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _adapters(model: Any) -> list[tuple[object, ...]]:
-    """Which adapters are in use, by the fields that modules with adapters have."""
+    """The active adapters, from the fields of modules with adapters."""
     return [
         (name, tuple(module.active_adapters), bool(module.disable_adapters), tuple(getattr(module, "merged_adapters", ())))
         for name, module in model.named_modules()
@@ -100,7 +100,7 @@ def _adapters(model: Any) -> list[tuple[object, ...]]:
 
 
 def _blocks(name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes, in order. Raises ConfigError where they cannot be read."""
+    """A tensor's bytes, in order. Raises ConfigError if they cannot be read."""
     try:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for start in range(0, len(flat), _BLOCK_BYTES):
@@ -108,6 +108,5 @@ def _blocks(name: str, tensor: torch.Tensor) -> Iterator[memoryview]:
     except (RuntimeError, NotImplementedError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"the weights {name!r} cannot be read to tell this model from others ({reason:.200}): give identity=, "
-            "a digest of them"
+            f"the weights {name!r} cannot be read to identify this model ({reason:.200}): pass identity=, a digest of them"
         ) from None

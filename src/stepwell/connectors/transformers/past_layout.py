@@ -1,7 +1,7 @@
-"""What a model keeps in its cache object: which tensors, the spec that follows from them, and pages packed from them.
+"""The tensors of a model's cache object, the spec that follows from them, and packing and unpacking of pages.
 
-Read from a cache that the model has filled, so no family is known by name. A layer whose class is not known here is refused,
-since it may keep more than its tensors show. Holds no bytes and decides nothing.
+The layout is read from a cache that the model has filled, so no model family is known by name. An unknown layer class is refused,
+because it may have state beyond its tensors. Decides nothing.
 
 Axes of tensors: B prompts of a batch, N pages, L layers, R rows of a page, T tokens; rows have axes of their own.
 """
@@ -29,9 +29,9 @@ try:
         LinearAttentionLayer,
     )
 except ImportError as error:
-    raise ImportError(f"{error}: the prompt cache needs the cache layers that Transformers 5.22 has; install that") from None
+    raise ImportError(f"{error}: the prompt cache needs the cache layers of Transformers 5.22: install that version") from None
 
-ROW_ORDER = "transformers cache layers, 1"  # raise the number when rows are packed in another way
+ROW_ORDER = "transformers cache layers, 1"  # change the number when rows are packed differently
 HEADS_FIRST = 2  # the axis of tokens in keys and values, `[B, heads, T, width]`,
 TOKENS_FIRST = 1  # and in keys of an indexer, `[B, T, width]`
 
@@ -43,26 +43,26 @@ _KNOWN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTensor:
-    """One tensor of one layer's cache: where it is kept, and what one row of it is."""
+    """One tensor of one layer's cache: its place and the format of its rows."""
 
     layer: int
-    field: str  # of the layer,
-    index: int | None  # and where in it, for recurrent layers: they may have several states
-    token_axis: int | None  # None for state that has no tokens: it stands for all of them
-    window: int | None  # how many of the last tokens are kept; None for all
+    field: str  # attribute of the layer
+    index: int | None  # within the field, for recurrent layers, which may have several states
+    token_axis: int | None  # None for state of all tokens together
+    window: int | None  # number of last tokens kept; None for all
     row_shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
     def read(self, past: Any) -> torch.Tensor:
-        """As `[B, T, row]`, or `[B, row]` where it has no tokens. A view."""
+        """A view as `[B, T, row]`, or `[B, row]` without tokens."""
         kept: torch.Tensor = getattr(past.layers[self.layer], self.field)
         if self.index is not None:
             kept = kept[self.index]
         return kept if self.token_axis is None else kept.movedim(self.token_axis, 1)
 
     def write(self, past: Any, rows: torch.Tensor, *, tokens: int) -> None:
-        """Puts rows, as `read` gives them, into a cache whose layer has none yet; `tokens` are those that it then covers."""
+        """Writes rows in the format of `read` into an empty layer, which then covers `tokens`."""
         layer = past.layers[self.layer]
         value = rows.to(self.device)
         if self.token_axis is None:
@@ -70,7 +70,7 @@ class CacheTensor:
             layer.lazy_initialization(**{self.field: value}, state_idx=self.index)
             getattr(layer, self.field)[self.index].copy_(value)
             if self.field == "conv_states":
-                layer.has_previous_state[self.index] = True  # as an update sets it
+                layer.has_previous_state[self.index] = True  # as an update would
             return
         value = value.movedim(1, self.token_axis).contiguous()
         if self.field == "indexer_keys":
@@ -89,17 +89,17 @@ class CacheTensor:
 
 
 def tensors_of(past: Any) -> tuple[CacheTensor, ...]:
-    """Every tensor that a model has left in its cache, layer by layer. Raises ConfigError for layers that are not known."""
+    """All tensors in a model's cache, layer by layer. Raises ConfigError for unknown layers."""
     found = [tensor for at, layer in enumerate(past.layers) for tensor in _tensors_of_layer(at, layer)]
     if not found:
-        raise ConfigError("this model keeps nothing in the cache that it is given: there is nothing to resume from")
+        raise ConfigError("this model does not fill its cache object, so there is nothing to resume from")
     return tuple(found)
 
 
 def _tensors_of_layer(at: int, layer: Any) -> list[CacheTensor]:
     if type(layer) not in _KNOWN:
         raise ConfigError(
-            f"layer {at} of this model keeps a {type(layer).__name__}, which the prompt cache cannot take apart: "
+            f"layer {at} of this model keeps a {type(layer).__name__}, which the prompt cache does not know: "
             "run this model without it"
         )
     found = []
@@ -125,8 +125,8 @@ def _window_of(at: int, layer: Any) -> int | None:
     if not isinstance(layer, DynamicSlidingWindowLayer):
         return None
     if layer.sliding_window < 2:
-        raise ConfigError(f"layer {at} of this model has a window of {layer.sliding_window} token(s): nothing of it can be kept")
-    return int(layer.sliding_window) - 1  # the token that is computed is the last of the window
+        raise ConfigError(f"layer {at} of this model has a window of {layer.sliding_window} token(s), which cannot be cached")
+    return int(layer.sliding_window) - 1  # the computed token is the last of the window
 
 
 def _tensor(at: int, field: str, index: int | None, kept: torch.Tensor, axis: int | None, window: int | None) -> CacheTensor:
@@ -138,7 +138,7 @@ def _tensor(at: int, field: str, index: int | None, kept: torch.Tensor, axis: in
 
 
 class PastLayout:
-    """A model's cache tensors as a spec: tensors that are alike in all layers are one state."""
+    """A model's cache tensors as a spec: equal tensors of several layers are one state."""
 
     def __init__(self, tensors: Sequence[CacheTensor], *, name: str, page_tokens: int) -> None:
         self.tensors = tuple(tensors)
@@ -157,7 +157,7 @@ class PastLayout:
         return self._pack(past, Kind.PREFIX, len(pages), lambda rows: rows[:, pages.start * size : pages.stop * size])
 
     def pack_windows(self, past: Any, boundary: int) -> torch.Tensor:
-        """The window pages of a checkpoint at `boundary`, where the cache stands now. Older tokens than a layer keeps are 0."""
+        """The window pages of a checkpoint at `boundary`, the end of the cache. Tokens older than the window are 0."""
         span = self.spec.window_span(boundary)
         tokens = len(span) * self.spec.window_page_tokens
         return self._pack(past, Kind.WINDOW, len(span), lambda rows: _last(rows, tokens))
@@ -166,7 +166,7 @@ class PastLayout:
         return self._pack(past, Kind.POINT, 1, lambda rows: rows.unsqueeze(1))
 
     def pack_checkpoint(self, past: Any, boundary: int) -> dict[Kind, torch.Tensor]:
-        """All that a checkpoint at `boundary` consists of, where the cache stands now."""
+        """All pages of a checkpoint at `boundary`, the end of the cache."""
         packed = {Kind.WINDOW: self.pack_windows(past, boundary), Kind.POINT: self.pack_points(past)}
         return {kind: pages for kind, pages in packed.items() if self.spec.parts(kind)}
 
@@ -180,8 +180,8 @@ class PastLayout:
             packed_BNX[:, :, part.offset : part.offset + part.size_bytes] = bytes_BNX
         return packed_BNX
 
-    def room(self, prompts: int, boundary: int) -> dict[Kind, torch.Tensor]:
-        """Memory for all pages with which prompts resume at `boundary`, each kind `[B, N, byte]`."""
+    def empty_pages(self, prompts: int, boundary: int) -> dict[Kind, torch.Tensor]:
+        """Uninitialized pages for resuming prompts at `boundary`, each kind `[B, N, byte]`."""
         spec, device = self.spec, self.tensors[0].device
         counts = {Kind.PREFIX: boundary // spec.page_tokens, Kind.WINDOW: len(spec.window_span(boundary)), Kind.POINT: 1}
         return {
@@ -193,14 +193,14 @@ class PastLayout:
     # ---- from pages to a cache ----------------------------------------------------------------------
 
     def unpack(self, past: Any, boundary: int, packed: Mapping[Kind, torch.Tensor]) -> None:
-        """Fills an empty cache with what pages hold, each kind `[B, N, byte]`; it then covers `boundary` tokens."""
+        """Fills an empty cache from pages, each kind `[B, N, byte]`; it then covers `boundary` tokens."""
         for kind, bytes_BNX in packed.items():
             for part in self.spec.parts(kind):
                 for at, tensor in enumerate(self._members[part.state]):
                     tensor.write(past, _rows(bytes_BNX, part, at, tensor, boundary), tokens=boundary)
 
     def repeat(self, past: Any, into: Any, times: int, *, tokens: int) -> None:
-        """Fills an empty cache with each prompt of another `times` times, side by side."""
+        """Fills an empty cache with each prompt of another one repeated `times` times."""
         for tensor in self.tensors:
             tensor.write(into, tensor.read(past).repeat_interleave(times, 0), tokens=tokens)
 

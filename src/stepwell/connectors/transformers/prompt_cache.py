@@ -31,13 +31,10 @@ from stepwell.cache.build import build_cache, layouts_for
 from stepwell.cache.explain import Explanation
 from stepwell.cache.facade import Cache
 from stepwell.cache.report import Stats
-from stepwell.connectors.transformers.generation import answers_per_prompt, check_options
 from stepwell.connectors.transformers.identity import Identity
-from stepwell.connectors.transformers.model_pass import ModelPass
+from stepwell.connectors.transformers.model_pass import ModelPass, check_cuts
 from stepwell.connectors.transformers.past_layout import PastLayout, tensors_of
-from stepwell.connectors.transformers.prefill import CHUNK_TOKENS, Batch, Prefill, Prefilled
-from stepwell.connectors.transformers.self_test import check_cuts
-from stepwell.connectors.transformers.staged_copies import StagedCopyEngine
+from stepwell.connectors.transformers.prefill import CHUNK_TOKENS, Batch, Prefill, Prefilled, StagedCopyEngine
 from stepwell.jobs.executors import InlineCopyExecutor
 from stepwell.store.api import Store
 from stepwell.store.registry import open_store
@@ -45,17 +42,17 @@ from stepwell.transfer.copy_engine import must_fit
 from stepwell.transfer.first_calls import make_first_calls
 from stepwell.transfer.torch_memory import TorchMemory
 
-TIMED_TOKENS = 256  # of a pass that shows how fast the model computes: the store is waited for only where that is sooner
-PROBE_TOKENS = 5  # what a model keeps is read from its cache after so many
-STEP_S = 0.05  # between steps of the cache while nobody calls: what waits to be backed up goes on
+TIMED_TOKENS = 256  # of the pass that measures prefill speed, which decides whether to wait for the store
+PROBE_TOKENS = 5  # of the pass that fills the cache object whose tensors are inspected
+STEP_S = 0.05  # between steps of the cache while it is idle, so that backups progress
 
 
 class PromptCache:
-    """Cached prompts of one model. Raises ConfigError for a model or settings that cannot work, and says what would.
+    """Cached prompts of one model. Raises ConfigError for unsupported models or settings, and says what to change.
 
-    `store` is a store, or one by name as in `log:DIR`, with its `store_options`; the cache closes what it opened. `identity` is a
-    digest of the weights, where they should not all be read to make one. Before the first prompt the model is tried: see
-    `self_test.py`; `self_test=False` leaves that out, for a model that has passed it.
+    `store` is a store, or its name as in `log:DIR` with `store_options`; the cache closes a store that it opened. `identity` is a
+    digest of the weights, to avoid reading them all. The model is tested before the first prompt (`model_pass.check_cuts`);
+    `self_test=False` skips that for a model that has passed.
     """
 
     def __init__(
@@ -121,20 +118,20 @@ class PromptCache:
         return self.spec.usable(prompt_tokens)
 
     def explain(self, input_ids: torch.Tensor, *, salt: str | None = None) -> Explanation:
-        """Why one prompt would resume where it would, and not later. Changes nothing. Raises BadTokens."""
+        """Explains where a prompt would resume, and why not later. Changes nothing. Raises BadTokens."""
         prompts = self._checked(input_ids, None)
         if len(prompts) > 1:
-            raise BadTokens(f"one prompt is explained at a time, got {len(prompts)}: give input_ids[row : row + 1]")
+            raise BadTokens(f"explain takes one prompt at a time, got {len(prompts)}: pass input_ids[row : row + 1]")
         with self._turn():
             return self._cache.explain(prompts[0], namespace=self._namespace(salt))
 
     def stats(self) -> Stats:
-        """How full the host tier is, what is under way, and everything that was counted."""
+        """Usage of the host tier, operations in flight, and all counters."""
         with self._turn():
             return self._cache.stats()
 
     def audit(self) -> None:
-        """Asserts that every count, reference and promise of the cache holds. Slow: for tests and doubts."""
+        """Asserts every invariant of the cache. Slow: for tests and debugging."""
         with self._turn():
             self._cache.audit()
 
@@ -143,10 +140,10 @@ class PromptCache:
     def prefill(
         self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, salt: str | None = None
     ) -> Prefilled:  # fmt: skip
-        """Makes a cache object that covers whole pages of all prompts, from what is cached and by computing the rest.
+        """Makes a cache object that covers whole pages of all prompts, from cached pages and by computing the rest.
 
-        `input_ids` are prompts of one length, `[batch, tokens]`, without padding. They resume where all of them can. Prompts
-        share what is cached with those of the same `salt` only. Raises BadTokens and ConfigError.
+        `input_ids` are prompts of one length, `[batch, tokens]`, without padding. They resume where all of them can. Only prompts
+        with the same `salt` share cached pages. Raises BadTokens and ConfigError.
         """
         prompts = self._checked(input_ids, attention_mask)
         with self._turn():
@@ -156,15 +153,15 @@ class PromptCache:
     def generate(
         self, input_ids: torch.Tensor, *, attention_mask: torch.Tensor | None = None, salt: str | None = None, **options: Any
     ) -> Any:  # fmt: skip
-        """The model's own `generate`, with `options` as it takes them, on top of `prefill`. Answers are not cached.
+        """Runs `prefill`, then the model's own `generate` with its `options`. Answers are not cached.
 
-        Raises BadTokens, and ConfigError for options that do not go with a resumed prompt.
+        Raises BadTokens, and ConfigError for options that do not work with a resumed prompt.
         """
         check_options(options)
         if self._passes.cache_argument != "past_key_values":
             raise ConfigError(
-                f"generate() of {type(self.model).__name__} computes a whole prompt on top of any cache: use prefill(), "
-                f"and go on with model(input_ids[:, covers:], {self._passes.cache_argument}=past)"
+                f"generate() of {type(self.model).__name__} computes the whole prompt even with a cache: use prefill(), "
+                f"then model(input_ids[:, covers:], {self._passes.cache_argument}=past)"
             )
         past, _ = self.prefill(input_ids, attention_mask=attention_mask, salt=salt)
         times = answers_per_prompt(self.model, options)
@@ -177,7 +174,7 @@ class PromptCache:
     # ---- the end ------------------------------------------------------------------------------------
 
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Waits for what is to be backed up and closes the store. False when something was left undone. May be called twice."""
+        """Waits for backups and closes the store. False if backups are incomplete. Idempotent."""
         if self._closed.is_set():
             return True
         self._closed.set()
@@ -200,17 +197,17 @@ class PromptCache:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """One call at a time has the cache, on its own thread."""
+        """Gives the calling thread exclusive use of the cache."""
         with self._lock:
             if self._closed.is_set():
-                raise ConfigError("this prompt cache was closed: make a new one")
+                raise ConfigError("this prompt cache is closed: create a new one")
             try:
                 yield
             finally:
                 self._cache.hand_over()
 
     def step(self) -> None:
-        """Lets what waits to be backed up go on. A thread does so by itself where there is a store."""
+        """Advances backups. With a store, a thread calls this."""
         with self._lock:
             if not self._closed.is_set():
                 self._cache.step()
@@ -225,10 +222,12 @@ class PromptCache:
         return tensors_of(past)
 
     def _follow_model(self) -> None:
-        """Before prompts are computed: tries a model that was not, and gives one whose weights have changed a new name."""
+        """Before a prefill: tests and times the model once, and renames a model whose weights have changed."""
         _must_be_evaluating(self.model)
         if self._identity.changed() and self._probe() != self._layout.tensors:
-            raise ConfigError("the model was moved, cast or changed in shape since this prompt cache was made: make a new one")
+            raise ConfigError(
+                "the model was moved, cast or changed in shape since this prompt cache was created: create a new one"
+            )
         if not self._tested:
             check_cuts(self._passes, self._layout)
             self._tested = True
@@ -241,14 +240,14 @@ class PromptCache:
         if not isinstance(input_ids, torch.Tensor):
             raise BadTokens(f"input_ids must be a tensor, [batch, tokens], got a {type(input_ids).__name__}")
         if input_ids.ndim != 2 or not input_ids.numel():
-            raise BadTokens(f"input_ids must be [batch, tokens] with at least one token, got a shape of {list(input_ids.shape)}")
+            raise BadTokens(f"input_ids must be [batch, tokens] with at least one token, got shape {list(input_ids.shape)}")
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise BadTokens("attention_mask leaves tokens out: give prompts of one length without padding, or one at a time")
+            raise BadTokens("attention_mask masks tokens: pass prompts of one length without padding, or one at a time")
         limit = self._passes.context_tokens
         if limit is not None and input_ids.shape[1] > limit:
             raise BadTokens(
                 f"a prompt of {input_ids.shape[1]} tokens: beyond {limit} this model's positions depend on the length of the "
-                "whole text, and nothing of it can be resumed; run it without a prompt cache"
+                "whole text, so it cannot be resumed; run it without a prompt cache"
             )
         rows: Batch = input_ids.tolist()
         return rows
@@ -257,7 +256,7 @@ class PromptCache:
 def _size(host_memory: str | int) -> int:
     size = parse_tier(host_memory, "host_memory")
     if size is None:
-        raise ConfigError('host_memory must be more than 0: prompts are kept there; write a size, as "8GiB"')
+        raise ConfigError('host_memory must be more than 0, because prompts are cached there: use a size such as "8GiB"')
     return size
 
 
@@ -267,10 +266,39 @@ def _must_be_evaluating(model: Any) -> None:
 
 
 def _keep_stepping(cache: ref[PromptCache], closed: Event) -> None:
-    """What waits to be backed up goes on between calls, for as long as somebody has the prompt cache."""
+    """Advances backups between calls, for as long as the prompt cache exists."""
     while not closed.wait(STEP_S):
         owner = cache()
         if owner is None:
             return
         owner.step()
         del owner
+
+
+_OURS = ("past_key_values", "cache_params", "cache_implementation", "inputs")
+_UNTRIED = ("assistant_model", "assistant_tokenizer", "prompt_lookup_num_tokens", "custom_generate", "synced_gpus")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for options that do not work with a resumed prompt."""
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in _OURS:
+            raise ConfigError(f"generate() of a prompt cache does not take {name}: it creates the cache object from input_ids")
+        if name in _UNTRIED:
+            raise ConfigError(f"{name} is untested with a prompt cache: leave it out, or call the model's own generate()")
+        if name == "use_cache" and not value:
+            raise ConfigError("use_cache=False leaves nothing to resume: call the model's own generate()")
+        if isinstance(value, torch.Tensor):
+            raise ConfigError(
+                f"{name} would be part of the prompt, but cached prompts are identified by their tokens only: "
+                "call the model's own generate()"
+            )
+
+
+def answers_per_prompt(model: Any, options: Mapping[str, Any]) -> int:
+    """The number of rows that `generate` makes from each prompt."""
+    config = options.get("generation_config") or model.generation_config
+    counts = [options.get(name) or getattr(config, name, None) or 1 for name in ("num_beams", "num_return_sequences")]
+    return int(max(counts))

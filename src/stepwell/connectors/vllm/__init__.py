@@ -1,29 +1,24 @@
-"""Stepwell below vLLM: `StepwellConnector` is what `--kv-transfer-config` names. For those who keep vLLM's own offloading,
-`StepwellOffloadingConnector` and `StepwellTier` put the verified store beneath its host tier.
+"""Stepwell below vLLM: `StepwellConnector` is what `--kv-transfer-config` names. To keep vLLM's own offloading, use
+`StepwellOffloadingConnector` and `StepwellTier`, which put the verified store below its host tier.
 
-    connector.py         the adapter: vLLM's interface, in vLLM's words
-    step_metadata.py     what vLLM carries between processes for us
-    block_events.py      what is stored and evicted as vLLM's KV events, under vLLM's names (page_names.py)
-    metrics.py           what is counted, through vLLM's statistics and its Prometheus endpoint
-    assembly.py          the scheduler's side put together from vLLM's configuration
-    scheduler_side.py    one cache, beside vLLM's scheduler: looks prompts up, orders copies, commits what is computed
-    commits.py           what a step computes, offered to the cache
-    requests.py          vLLM's requests as that side sees them; which of them are not cached, and why
-    request_tokens.py    their tokens, with media told apart by content and position
-    weights.py           which weights a worker holds now, as a digest
-    doubts.py            whether they are known: asked after a reset, answered by every rank
+    connector.py         the adapter: vLLM's interface, in vLLM's words, and the metadata vLLM carries between processes
+    block_events.py      pages stored and evicted, as vLLM's KV events under vLLM's block hashes
+    metrics.py           counters, through vLLM's statistics and its Prometheus endpoint
+    engine_config.py     what vLLM's configuration says, what is refused, and the scheduler's side built from it
+    scheduler_side.py    one cache next to vLLM's scheduler: looks prompts up, orders copies, commits what is computed
+    requests.py          vLLM's requests as that side sees them: namespaces, tokens (media identified by content), block hashes
+    weights.py           which weights a worker holds now, as a digest, and whether they are known after a reset
     worker_side.py       copies between vLLM's blocks and host memory, on every rank; decides nothing
-    orders.py            what travels between the two
+    orders.py            the copies that travel between the two, and their outcomes
     groups.py            vLLM's KV cache groups as states of a model, and its block tables as names of pages
-    engine_config.py     what vLLM's configuration says, and what is refused
-    settings.py
+    settings.py          what an operator sets
 
     secondary_tier.py    the adapter to vLLM's own offloading
-    offloaded_chunks.py  what vLLM's chunks are called in a store, and whose bytes they are
+    offloaded_chunks.py  names of vLLM's chunks in a store, and whose bytes they are
     chunk_store.py       chunks looked up, loaded and stored in the background
 
-The first four and `secondary_tier.py` import vLLM, when one of the three names is asked for, so that the rest can be used and
-tested without it.
+`connector.py`, `block_events.py`, `metrics.py` and `secondary_tier.py` import vLLM, and only when one of the three names is used,
+so that the rest can be used and tested without vLLM.
 """
 
 from __future__ import annotations

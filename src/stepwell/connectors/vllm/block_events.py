@@ -1,8 +1,9 @@
-"""The cache's feed as vLLM's own KV events: blocks stored and removed, by group and medium (CPU for host memory, STORAGE below).
+"""The cache's feed as vLLM's own KV events: blocks stored and removed, by group and medium (CPU for host memory, STORAGE for the
+store).
 
-Blocks have the hashes that vLLM gives them, so that a router sees one block in two media. Pages are told of as blocks of the
-groups with full attention. A checkpoint is told of as the last block before its boundary, of the groups with windows or state.
-When the connector's cache was reset, and when the feed had to drop events, listeners are told to forget all blocks.
+Blocks have vLLM's hashes, so that a router recognizes a block in two media. Pages are published as blocks of the groups with full
+attention, a checkpoint as the last block before its boundary of the groups with windows or state. After a reset of the cache, or
+if the feed dropped events, an event clears all blocks.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from stepwell.base.errors import BadTokens
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import unpack
 from stepwell.connectors.vllm.groups import Group
-from stepwell.connectors.vllm.page_names import PageName, PageNames, Path
-from stepwell.connectors.vllm.scheduler_side import Seen
+from stepwell.connectors.vllm.requests import PageName, PageNames, Path
+from stepwell.connectors.vllm.scheduler_side import TrackedRequest
 from stepwell.tree.feed import CacheEvent, EventFeed, EventKind
 
 MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.STORE: MEDIUM_STORAGE}
@@ -38,17 +39,17 @@ class BlockEvents:
     """Translates one cache's feed. One thread, the scheduler's."""
 
     def __init__(self, feed: EventFeed, groups: tuple[Group, ...], specs: list[Any], names: PageNames) -> None:
-        """`specs` are vLLM's, one for each of its groups."""
+        """`specs` are vLLM's, one per group."""
         self._feed = feed
         self._groups = groups
         self._specs = specs
         self._names = names
-        self._paths: dict[str, Path] = {}  # of open requests
-        self._lost_pages = 0  # by the feed, as far as listeners were told
+        self._paths: dict[str, Path] = {}  # by open request
+        self._lost_pages = 0  # the feed's losses that were handled
         self._was_reset = False
 
-    def arrived(self, request: Any, seen: Seen | None) -> None:
-        """A request is new, or goes on under another namespace."""
+    def arrived(self, request: Any, seen: TrackedRequest | None) -> None:
+        """A request is new, or continues under another namespace."""
         self.finished(request)
         if seen is None or seen.namespace is None:
             return
@@ -62,7 +63,7 @@ class BlockEvents:
         self.grown(request)
 
     def grown(self, request: Any) -> None:
-        """The request may have more tokens than it had. One with tokens that cannot be cached is told of no further."""
+        """The request may have more tokens. A request with tokens that cannot be cached is published no further."""
         path = self._paths.get(request.request_id)
         try:
             if path is not None:
@@ -73,31 +74,31 @@ class BlockEvents:
     def finished(self, request: Any) -> None:
         path = self._paths.pop(request.request_id, None)
         if path is not None:
-            self._names.let_go(path)
+            self._names.release(path)
 
     def reset(self) -> None:
-        """Nothing that was told as stored can be found any more, in any tier."""
+        """Everything published as stored is gone, in all tiers."""
         self._feed.take()
         self._was_reset = True
 
     def take(self) -> Iterator[KVCacheEvent]:
-        """What happened since the last call, in vLLM's words."""
+        """The events since the last call, as vLLM's."""
         events = self._feed.take()
-        if self._was_reset or self._feed.lost_pages > self._lost_pages:  # the oldest were lost: what is left came after them
+        if self._was_reset or self._feed.lost_pages > self._lost_pages:  # the oldest events were dropped
             self._was_reset, self._lost_pages = False, self._feed.lost_pages
-            self._names.nothing_held()
+            self._names.clear_held()
             yield AllBlocksCleared()
         for event in events:
             groups = [group for group in self._groups if (group.kind is Kind.PREFIX) == (event.kind in OF_PAGES)]
-            tell = self._stored if event.kind in STORED else self._removed
+            message = self._stored if event.kind in STORED else self._removed
             for names in self._stretches(event):
-                yield from (tell(event, group, names) for group in groups)
+                yield from (message(event, group, names) for group in groups)
 
     def close(self) -> None:
         self._feed.close()
 
     def _stretches(self, event: CacheEvent) -> list[list[PageName]]:
-        """The pages of an event in vLLM's words, cut where one is not known: what is told together is a chain."""
+        """The known pages of an event as chains; an unknown page ends a chain."""
         look_up = self._names.get
         if event.tier is Tier.HOST and event.kind in OF_PAGES:
             look_up = self._names.stored if event.kind is EventKind.PAGES_STORED else self._names.evicted
@@ -137,6 +138,6 @@ class BlockEvents:
         )
 
     def _hashes(self, group: Group, names: list[PageName]) -> list[Any]:
-        """Of the group's blocks: a block is known by the hash of its last hash block."""
+        """The hashes of a group's blocks: a block has the hash of its last hash block."""
         step = group.block_tokens // self._names.hash_tokens
         return [each for name in names for each in name.hashes[step - 1 :: step]]

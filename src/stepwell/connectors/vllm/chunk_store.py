@@ -1,11 +1,11 @@
-"""Chunks of vLLM's host tier over a verified store: what the scheduler asks for is answered at once, and done in the background.
+"""Chunks of vLLM's host tier over a verified store. Calls return at once; the work happens in the background.
 
-    lookup   ->  not known yet; `flush` asks the store for all of a step at once; known in a later step
+    lookup   ->  unknown at first; `flush` queries the store for all chunks of a step; known in a later step
     load     ->  chunks are read, verified, and only then copied into the host tier's memory
     store    ->  chunks are stamped and written from where they lie
 
-No call waits for the store but `drain` and `close`, which are bounded by its deadlines. Whose a chunk is and where it stands in
-a prompt is the caller's to say. One thread at a time. Imports no vLLM.
+Only `drain` and `close` wait for the store, bounded by its deadlines. The caller supplies the namespace of a chunk and its place
+in the prompt. One thread at a time. Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from stepwell.verified.store import QUESTION_S, VerifiedStore
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 10.0  # for what waits in line when an engine ends
-STORING_SHARE = 4  # a quarter of the host tier at most is pinned for a store that is slow
+CLOSE_S = 10.0  # for queued jobs when an engine ends
+STORING_SHARE = 4  # at most a quarter of the host tier is pinned for a slow store
 
 
 class Chunk(NamedTuple):
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What came of a job: which of its chunks were loaded, or are stored now."""
+    """The outcome of a job: which of its chunks were loaded or stored."""
 
     job: int
     good: Sequence[bool]
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Verdict:
-    """Whether the store has a chunk, as far as is known. Kept for as long as a request that asked is there."""
+    """What is known of a chunk in the store. Kept until the requests that looked it up have ended."""
 
     asked_s: float
     found: bool | None = None
@@ -64,7 +64,7 @@ class _Job:
 
 
 class ChunkStore:
-    """Owns the verified store. `rows` is the host tier's memory, one row of bytes for each of its chunks."""
+    """Owns the verified store. `rows` is the host tier's memory, one row of bytes per chunk."""
 
     def __init__(self, store: VerifiedStore, space: Space, rows: memoryview, clock: Clock, *, readers: int = 2) -> None:
         assert rows.ndim == 2 and rows.c_contiguous and rows.shape is not None, f"{rows.ndim=} {rows.shape=}"
@@ -76,7 +76,7 @@ class ChunkStore:
         self._unasked: dict[bytes, _Verdict] = {}
         self._jobs: RankJobs[Sequence[bool]] = RankJobs(clock)
         self._open: dict[int, _Job] = {}
-        self._called_off: list[Ended] = []
+        self._refused: list[Ended] = []
         self._storing = 0  # chunks
         self._asks, self._stores = WorkQueue("tier-ask", clock), WorkQueue("tier-store", clock)
         self._loads = WorkQueue("tier-load", clock, threads=readers)
@@ -84,7 +84,7 @@ class ChunkStore:
     # ---- what is there ------------------------------------------------------------------------------
 
     def lookup(self, name: bytes, request: str) -> bool | None:
-        """Whether a chunk is stored; None: not known yet. A store that takes too long to say has it not."""
+        """Whether a chunk is stored; None if not known yet. A store that takes too long counts as not having it."""
         verdict = self._verdicts.get(name)
         if verdict is None:
             verdict = self._verdicts[name] = self._unasked[name] = _Verdict(self._clock.now())
@@ -96,12 +96,12 @@ class ChunkStore:
         return verdict.found
 
     def flush(self) -> None:
-        """Asks the store for what was looked up since the last call."""
+        """Queries the store for the lookups since the last call."""
         if self._unasked:
             asked, self._unasked = self._unasked, {}
             self._asks.submit(partial(_ask, self._store, self._space, asked))
 
-    def forget(self, request: str) -> None:
+    def request_finished(self, request: str) -> None:
         """The request has ended."""
         for name in self._asked_by.pop(request, ()):
             verdict = self._verdicts[name]
@@ -113,12 +113,12 @@ class ChunkStore:
     # ---- copies -------------------------------------------------------------------------------------
 
     def load(self, job: int, chunks: Sequence[Chunk]) -> None:
-        """Begins to fill rows of the host tier. Nobody else may use them before the job has ended."""
+        """Starts filling rows of the host tier, which must not be used before the job has ended."""
         reads = [ReadRuns(chunk.name, [self._row(chunk.row)]) for chunk in chunks]
         self._begin(job, chunks, self._loads, partial(self._store.read, self._space, reads), is_load=True)
 
     def store(self, job: int, chunks: Sequence[Chunk]) -> None:
-        """Begins to keep rows of the host tier, unless too many of them are pinned for that already."""
+        """Starts storing rows of the host tier, unless too many are pinned for that already."""
         if self._storing and self._storing + len(chunks) > self._num_rows // STORING_SHARE:
             self.refuse(job, len(chunks))
             return
@@ -128,12 +128,12 @@ class ChunkStore:
         self._begin(job, ordered, self._stores, partial(self._store.write, self._space, writes), is_load=False)
 
     def refuse(self, job: int, num_chunks: int) -> None:
-        """Ends a job at once, with nothing done."""
-        self._called_off.append(Ended(job, [False] * num_chunks, 0.0, 0))
+        """Ends a job at once without effect."""
+        self._refused.append(Ended(job, [False] * num_chunks, 0.0, 0))
 
     def ended(self) -> list[Ended]:
-        """Jobs that have ended since the last call, each once. What was not loaded is not found again by those who asked."""
-        ended, self._called_off = self._called_off, []
+        """Jobs that have ended since the last call. Chunks that failed to load are not found again by the same requests."""
+        ended, self._refused = self._refused, []
         for answer in self._jobs.answers():
             job = self._open.pop(answer.job)
             (good,) = answer.outcomes
@@ -141,12 +141,12 @@ class ChunkStore:
                 self._storing -= len(job.chunks)
             for chunk, is_good in zip(job.chunks, good, strict=True):
                 if is_good != job.is_load and (verdict := self._verdicts.get(chunk.name)) is not None:
-                    verdict.found = is_good  # a load that failed, or a chunk that was stored
+                    verdict.found = is_good  # a failed load, or a stored chunk
             ended.append(Ended(answer.job, good, answer.took_s, sum(good) * self._row_bytes))
         return ended
 
     def drain(self) -> None:
-        """Calls off what has not begun, and waits for the rest: no longer than the store's deadlines allow."""
+        """Cancels jobs that have not started, and waits for the others, no longer than the store's deadlines."""
         for number, job in list(self._open.items()):
             if self._jobs.withdraw(JobId(number)):
                 del self._open[number]
@@ -155,17 +155,17 @@ class ChunkStore:
         self._jobs.drain(float("inf"))
 
     def renew(self, space: Space) -> None:
-        """Nothing from before is found any more. `drain` has to come before."""
+        """Switches to a new space, so that nothing stored before is found. Call `drain` first."""
         self._space = space
         self._verdicts, self._asked_by, self._unasked = {}, {}, {}
 
     def stats(self) -> Mapping[str, int]:
-        """What the store did so far, by cause."""
+        """Counters of the store."""
         return self._store.stats()
 
     def close(self) -> None:
-        """Ends what is under way, calls off what takes too long, and closes the store. Raises StoreError when it does not close
-        in time: then it may still be reading from the host tier's memory.
+        """Finishes jobs in flight, cancels slow ones, and closes the store. Raises StoreError if it does not close in time; it
+        may then still read the host tier's memory.
         """
         self._jobs.drain(CLOSE_S)
         self.drain()
@@ -191,7 +191,7 @@ class ChunkStore:
 def _outcomes(work: Callable[[], Sequence[ItemStatus]], count: int) -> Sequence[bool]:
     try:
         return [status is ItemStatus.OK for status in work()]
-    except Exception:  # the worker boundary: whatever went wrong is a miss, and the thread lives on
+    except Exception:  # the worker boundary: every error is a miss
         log.exception("a copy of %d chunk(s) below vLLM's host tier failed", count)
         return [False] * count
 
@@ -200,7 +200,7 @@ def _ask(store: VerifiedStore, space: Space, asked: Mapping[bytes, _Verdict]) ->
     try:
         found = store.contains(space, list(asked))
     except Exception:  # the worker boundary
-        log.exception("asking for %d chunk(s) below vLLM's host tier failed", len(asked))
+        log.exception("looking up %d chunk(s) below vLLM's host tier failed", len(asked))
         found = [False] * len(asked)
     for verdict, there in zip(asked.values(), found, strict=True):
         if verdict.found is None:

@@ -1,13 +1,14 @@
-"""vLLM's connector interface over the two sides. Translates, and decides nothing.
+"""vLLM's connector interface over the two sides, and the metadata that vLLM carries between processes. Decides nothing.
 
-vLLM makes one object for its scheduler and one for each worker, in processes of their own or in one. Every method is called on
-the main thread of its process. Written for vLLM 0.32.
+vLLM creates one object for its scheduler and one per worker, in the same process or in several. Every method is called on the
+main thread of its process. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any
 
@@ -28,22 +29,43 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.connectors.vllm.assembly import Assembly
 from stepwell.connectors.vllm.block_events import BlockEvents
-from stepwell.connectors.vllm.doubts import Held, Weights
-from stepwell.connectors.vllm.engine_config import check_engine, groups_of, publishes_events
+from stepwell.connectors.vllm.engine_config import Assembly, check_engine, groups_of, publishes_events
 from stepwell.connectors.vllm.metrics import Meter, StepwellPromMetrics, StepwellStats
-from stepwell.connectors.vllm.orders import WeightsAnswer
-from stepwell.connectors.vllm.page_names import PageNames
-from stepwell.connectors.vllm.requests import Requests, told
+from stepwell.connectors.vllm.orders import Answers, Order, WeightsAnswer, merged
+from stepwell.connectors.vllm.requests import PageNames, Requests, explanation_for
 from stepwell.connectors.vllm.scheduler_side import ended_in
 from stepwell.connectors.vllm.settings import read_settings
-from stepwell.connectors.vllm.step_metadata import StepMetadata, WorkerAnswers
-from stepwell.connectors.vllm.weights import WeightsNow
+from stepwell.connectors.vllm.weights import CurrentWeights, Held, Weights
 from stepwell.connectors.vllm.worker_side import Ended, WorkerSide
 
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Sent to the workers with a step."""
+
+    step: int = 0
+    loads: list[Order] = field(default_factory=list)
+    saves: list[Order] = field(default_factory=list)
+    weights_question: int = 0  # number of a query for the workers' weights, or 0
+
+
+@dataclass
+class WorkerAnswers(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Sent by the workers with a step's output."""
+
+    answers: Answers
+    step: int  # the last one that was computed
+    weights: dict[int, WeightsAnswer] = field(default_factory=dict)  # by rank
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerAnswers), f"answers of {type(other).__name__}"
+        step = min(self.step, other.step)
+        return WorkerAnswers(merged(self.answers, other.answers), step, self.weights | other.weights)
+
+
 MULTI = "MultiConnector.__init__"  # which makes its connectors
-PAUSE = "_reset_caches"  # of vLLM's EngineCore, called by all that pause it
+PAUSE = "_reset_caches"  # vLLM's EngineCore calls it whenever it pauses
 HIT_SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORE: CacheHitSource.DISK}
 
 
@@ -68,7 +90,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )  # fmt: skip
         self._worker: WorkerSide | None = None
         self._computed_step = 0
-        self._weights: WeightsNow | None = None
+        self._weights: CurrentWeights | None = None
         self._weights_answer: dict[int, WeightsAnswer] = {}
         self._ended = Ended(answers={}, loaded=frozenset(), failed=frozenset())
         if role is KVConnectorRole.SCHEDULER:
@@ -77,7 +99,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _start_scheduler_side(self, hash_tokens: int) -> None:
         self._shared = self._assembly.open_shared()
         self._scheduler, self._store = self._assembly.scheduler_side(self._shared)
-        self._model = self._scheduler.cache.namespace.model  # with the weights of the start
+        self._model = self._scheduler.cache.namespace.model  # with the weights at start-up
         cache, groups = self._scheduler.cache, self._assembly.groups
         self._requests = Requests(
             cache.namespace, explains=self._assembly.settings.explain, page_tokens=self._assembly.page_tokens,
@@ -92,7 +114,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: nobody waits for what is saved
+        return False  # a cache: no request waits for saves
 
     # ---- the scheduler's side -----------------------------------------------------------------------
 
@@ -135,9 +157,9 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         said = connector_output.kv_connector_worker_meta
         if isinstance(said, WorkerAnswers):
             self._scheduler.answered(said.answers, step=said.step)
-            weights = self._scheduler.weights_named(said.weights)
+            weights = self._scheduler.weights_answered(said.weights)
             if weights is not None:
-                self._go_on_with(weights)
+                self._adopt_weights(weights)
 
     def get_kv_connector_stats(self) -> StepwellStats | None:
         return self._meter.take(self._scheduler.take_loaded()) if self._role is KVConnectorRole.SCHEDULER else None
@@ -160,7 +182,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._events is not None:
             self._events.finished(request)
         seen = self._scheduler.finished(request.request_id)
-        return False, told(seen)  # saves have pinned what they read
+        return False, explanation_for(seen)  # saves have pinned their blocks
 
     def has_pending_block_frees(self) -> bool:
         return self._scheduler.pins_blocks  # waiting a step is cheaper than preempting
@@ -170,21 +192,22 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any = None) -> bool:
-        """vLLM 0.33 asks. With the same weights, host memory and store are found again after `wake_up`; with others they are not.
-        vLLM's blocks keep their addresses, and no copy is in flight while it sleeps: it refuses to pause while blocks are pinned.
+        """Called by vLLM 0.33. After `wake_up` with the same weights, host memory and store are found again; with others they are
+        not. Blocks keep their addresses, and no copy is in flight during sleep, because vLLM does not pause while blocks are
+        pinned.
         """
         return True
 
     def reset_cache(self) -> bool:
-        """Weights may be others from now on: workers say which they hold before the next request is looked up. A pause, and so
-        `sleep`, keeps what is cached; `reset_prefix_cache(reset_connector=True)` empties host memory.
+        """Weights may have changed: workers report theirs before the next request is looked up. A pause, including `sleep`, keeps
+        cached pages; `reset_prefix_cache(reset_connector=True)` empties host memory.
         """
-        self._scheduler.doubt_weights(keeps_contents=_is_pausing())
-        self._tell_of_requests(forgets=True)
+        self._scheduler.recheck_weights(keeps_contents=_is_pausing())
+        self._announce_requests(clears=True)
         return True
 
-    def _go_on_with(self, weights: Weights) -> None:
-        """Workers have said which weights they hold: each has a name of its own, and what is cached under it is found again."""
+    def _adopt_weights(self, weights: Weights) -> None:
+        """Switches to the namespace of the weights that workers hold, so that pages cached with them are found again."""
         model, unknown = self._model, weights.held is Held.UNKNOWN
         if weights.held is Held.OTHER:
             model = f"{model} with weights {weights.digest}"
@@ -192,11 +215,11 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model = f"{model} since reset {token_hex(16)}"
         is_renamed = self._requests.rename_model(model)
         self._scheduler.rename_model(model, clears=unknown)
-        self._tell_of_requests(forgets=is_renamed)
+        self._announce_requests(clears=is_renamed)
 
-    def _tell_of_requests(self, *, forgets: bool) -> None:
+    def _announce_requests(self, *, clears: bool) -> None:
         if self._events is not None:
-            if forgets:
+            if clears:
                 self._events.reset()
             for request in self._requests:
                 self._events.arrived(request, self._scheduler.seen(request.request_id))
@@ -209,7 +232,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             name: group_kernel_blocks(kv_caches[name], config.num_blocks) for group in assembly.groups for name in group.layers
         }
         modules = self._vllm_config.compilation_config.static_forward_context
-        self._weights = WeightsNow(modules[name] for name in tensors if name in modules)
+        self._weights = CurrentWeights(modules[name] for name in tensors if name in modules)
         self._worker = WorkerSide(
             assembly.groups, assembly.host_spec, tensors,
             host_bytes=assembly.host_bytes, name=assembly.shared_name(self._vllm_config.parallel_config.rank),
@@ -230,7 +253,7 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         pass  # saves begin when the whole step was computed
 
     def wait_for_save(self) -> None:
-        """Is called in a `finally`: when the step's computation raised, its blocks hold nothing that may be saved."""
+        """vLLM calls this in a `finally`: if the step raised an exception, its blocks must not be saved."""
         metadata = self._metadata()
         if sys.exc_info()[0] is not None:
             self._side().refuse(metadata.saves, "the step that should have computed it failed")
@@ -275,8 +298,8 @@ class StepwellConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _is_pausing() -> bool:
-    """Whether vLLM pauses, as it does for `sleep` and changes of weights. It calls `reset_cache` then as it does for an explicit
-    reset: only its own function on the stack tells the two apart.
+    """Whether vLLM pauses, for `sleep` or a change of weights. Only a function on the stack distinguishes that call of
+    `reset_cache` from an explicit reset.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -287,7 +310,7 @@ def _is_pausing() -> bool:
 
 
 class _Pool:
-    """vLLM's block pool: a touched block has one reference more."""
+    """vLLM's block pool. Touching a block adds a reference."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool

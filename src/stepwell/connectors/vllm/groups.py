@@ -25,7 +25,7 @@ from stepwell.tiers.external import EnginePages
 from stepwell.transfer.block_tables import NO_BLOCK
 
 Table = Sequence[Sequence[int]]  # of one request: block numbers for each group of the engine
-Offered = Mapping[tuple[int, int], int]  # blocks with state, by group and boundary, beside those of the table
+Offered = Mapping[tuple[int, int], int]  # blocks with state, by group and boundary, in addition to the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Group:
     layers: tuple[str, ...]
     block_tokens: int
     block_bytes: int  # of one layer, padding left out
-    dtype: str  # and whatever else tells how its bytes are to be read
+    dtype: str  # and everything else that defines the format of its bytes
     window_tokens: int = 0  # how far back a WINDOW group looks
 
     @property

@@ -1,7 +1,7 @@
-"""What the connector counts, through vLLM's own statistics: its log line, and its Prometheus endpoint (`/metrics` of the server).
+"""The connector's counters, through vLLM's statistics: its log line and its Prometheus endpoint.
 
-The scheduler's side counts and vLLM carries what is new to the process that serves metrics. Names begin with vLLM's: by that it
-knows which to take away when the next engine of a process begins.
+The scheduler's side counts, and vLLM carries new counts to the process that serves metrics. Names begin with `vllm:`, by which
+vLLM removes them before the next engine of a process starts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from stepwell.base.ids import Tier
 from stepwell.cache.facade import Cache
 from stepwell.store_tier.link import LinkState
 
-TOKENS, EVENTS = "tokens", "events"  # sums: by source; by name of the counter
-USED, AVAILABLE, STORE = "used_bytes", "available_bytes", "store"  # as it is: by tier; the state's name
+TOKENS, EVENTS = "tokens", "events"  # sums, by source and by counter
+USED, AVAILABLE, STORE = "used_bytes", "available_bytes", "store"  # current values: by tier; the state's name
 LOGGED = ("load_failures", "save_failures", "store_ops_failed", "store_switched_off", "fetched_pages", "backup_pages")
 
 
 @dataclass
 class StepwellStats(KVConnectorStats):  # type: ignore[misc]
-    """What is new since the last time."""
+    """Counts since the last report."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -32,7 +32,7 @@ class StepwellStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds what is newer: sums are added, and what is as it is replaces what it was."""
+        """Adds newer statistics: sums are added, and current values replaced."""
         newer: dict[str, Any] = other.data
         for name in (TOKENS, EVENTS):
             self.data[name] = dict(Counter(self.data.get(name, {})) + Counter(newer.get(name, {})))
@@ -48,18 +48,20 @@ class StepwellStats(KVConnectorStats):  # type: ignore[misc]
 
 @dataclass
 class Meter:
-    """Counts on the scheduler's side. One thread."""
+    """Collects statistics on the scheduler's side. One thread."""
 
     cache: Cache
-    _told: dict[str, int] = field(default_factory=dict)
+    _reported: dict[str, int] = field(default_factory=dict)
 
     def take(self, loaded: dict[Tier, int]) -> StepwellStats | None:
-        """What is new since the last call, with the tokens that were loaded, by where they came from; None for nothing."""
+        """Counts since the last call, with the loaded tokens by source; None without any."""
         counts = dict(self.cache.counters.snapshot())
-        events = {name: count - self._told.get(name, 0) for name, count in counts.items() if count != self._told.get(name, 0)}
+        events = {
+            name: count - self._reported.get(name, 0) for name, count in counts.items() if count != self._reported.get(name, 0)
+        }
         if not events and not loaded:
             return None
-        stats, self._told = self.cache.stats(), counts
+        stats, self._reported = self.cache.stats(), counts
         return StepwellStats(
             data={
                 TOKENS: {tier.label: count for tier, count in loaded.items()},
@@ -81,19 +83,19 @@ class StepwellPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         counter, gauge = self._counter_cls, self._gauge_cls
         self._metrics = {
             TOKENS: counter(
-                name="vllm:stepwell_loaded_tokens", documentation="Prompt tokens that were loaded, by where they came from.",
+                name="vllm:stepwell_loaded_tokens", documentation="Loaded prompt tokens, by source.",
                 labelnames=[*labelnames, "source"],
             ),
             EVENTS: counter(
-                name="vllm:stepwell_cache_events", documentation="Every counter of the cache, by name.",
+                name="vllm:stepwell_cache_events", documentation="Counters of the cache, by name.",
                 labelnames=[*labelnames, "event"],
             ),
             USED: gauge(
-                name="vllm:stepwell_tier_used_bytes", documentation="Bytes of a tier that hold something, of one rank.",
+                name="vllm:stepwell_tier_used_bytes", documentation="Used bytes of a tier, of one rank.",
                 labelnames=[*labelnames, "tier"], multiprocess_mode="mostrecent",
             ),
             AVAILABLE: gauge(
-                name="vllm:stepwell_tier_available_bytes", documentation="Bytes that are free or could be, of one rank.",
+                name="vllm:stepwell_tier_available_bytes", documentation="Free or evictable bytes of a tier, of one rank.",
                 labelnames=[*labelnames, "tier"], multiprocess_mode="mostrecent",
             ),
             STORE: gauge(

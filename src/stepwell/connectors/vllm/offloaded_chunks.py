@@ -1,4 +1,4 @@
-"""What vLLM's offloaded chunks are called in a store, and whose bytes they are. Arithmetic only; imports no vLLM.
+"""Names of vLLM's offloaded chunks in a store, and the facts that identify their contents. Imports no vLLM.
 
 vLLM's key   block hash (tokens before it, salt, media, embeddings, an adapter's name) and number of the group
 our name     the same with the adapter's weights, inside a space of model, layout and settings
@@ -22,8 +22,8 @@ GROUP_BYTES = 4  # at the end of vLLM's keys
 
 @dataclass(slots=True)
 class _Request:
-    adapter: str | None  # a digest, empty without an adapter; None: nothing of it is cached
-    names: dict[tuple[int, int], bytes] = field(default_factory=dict)  # of its chunks, by group and where they end
+    adapter: str | None  # digest, empty without an adapter; None: not cached
+    names: dict[tuple[int, int], bytes] = field(default_factory=dict)  # names of its chunks, by group and end
 
 
 class OffloadedChunks:
@@ -37,12 +37,12 @@ class OffloadedChunks:
         self.num_refused = 0
 
     def arrived(self, request: str, adapter: str | None) -> None:
-        """A new request, with the digest of its adapter's weights; None where they cannot be told from others."""
+        """A new request with the digest of its adapter's weights; None if they cannot be identified."""
         self._requests[request] = _Request(adapter)
         self.num_refused += adapter is None
 
     def refuse_open(self) -> None:
-        """Requests that are open were begun with weights that may be others now."""
+        """Stops caching for open requests, whose weights may have changed."""
         for request in self._requests.values():
             request.adapter = None
 
@@ -50,7 +50,7 @@ class OffloadedChunks:
         self._requests.pop(request, None)
 
     def name(self, key: bytes, context: Any) -> bytes | None:
-        """What a chunk of a request (vLLM's ReqContext) is called, by vLLM's key; None where it is not to be cached."""
+        """The name of a chunk of a request (vLLM's ReqContext), from vLLM's key; None if it must not be cached."""
         request = self._requests.get(context.req_id)
         if request is None or request.adapter is None:
             return None
@@ -61,7 +61,7 @@ class OffloadedChunks:
         return name
 
     def chunks(self, keys: Collection[bytes], rows: Sequence[int], context: Any) -> list[Chunk] | None:
-        """Chunks in rows of the host tier, with what each of them stands on; None where they are not to be cached."""
+        """Chunks in rows of the host tier, with their parents; None if they must not be cached."""
         named = [(key, self.name(key, context), row) for key, row in zip(keys, rows, strict=True)]
         chunks = [self._chunk(key, name, row, context) for key, name, row in named if name is not None]
         return chunks if len(chunks) == len(named) else None
@@ -80,7 +80,7 @@ def _group(key: bytes) -> int:
 
 
 def must_be_offloadable(vllm_config: Any) -> None:
-    """Raises ConfigError for what would have no effect, or would give chunks wrong names, and says what to set."""
+    """Raises ConfigError for settings without effect, or under which chunks would get wrong names."""
     must_load_and_save(vllm_config)
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     tiers = extra.get("secondary_tiers")
@@ -88,7 +88,7 @@ def must_be_offloadable(vllm_config: Any) -> None:
         raise ConfigError(
             'StepwellOffloadingConnector needs "spec_name": "TieringOffloadingSpec" and "secondary_tiers": [{"type": '
             '"StepwellTier", "module_path": "stepwell.connectors.vllm", "store": "log:/var/cache/stepwell", "store_budget": '
-            '"1TiB"}] in kv_connector_extra_config, beside "cpu_bytes_to_use"'
+            '"1TiB"}] in kv_connector_extra_config, next to "cpu_bytes_to_use"'
         )
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("sha256"):
@@ -105,7 +105,7 @@ def _type(tier: Any) -> Any:
 
 
 def engine_facts(vllm_config: Any, kv_cache_config: Any, identity: str | None, *, version: str, device_type: str) -> str:
-    """What must agree, of weights, settings and layers, before chunks may be shared. Raises ConfigError."""
+    """The weights, settings and layers that must agree before chunks may be shared. Raises ConfigError."""
     model = model_identity(vllm_config, identity, version=version, device_type=device_type)
     groups = [(list(group.layer_names), repr(group.kv_cache_spec)) for group in kv_cache_config.kv_cache_groups]
     order = [list(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors]
@@ -114,7 +114,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, identity: str | None, *
 
 
 def tier_facts(config: Any, row_bytes: int) -> str:
-    """The same of chunks: what vLLM's OffloadingConfig says of how they lie in a row of the host tier."""
+    """The layout of chunks in a row of the host tier, from vLLM's OffloadingConfig."""
     groups = [(group.group_id, group.tokens_per_block, list(group.layer_names)) for group in config.groups]
     parallel = config.parallel
     ranks = (parallel.world_size, parallel.tp_size, parallel.pp_size, parallel.pcp_size, parallel.dcp_size)

@@ -1,12 +1,12 @@
-"""What travels between the scheduler's side and the workers: copies to make with a step, and what came of them. Plain values.
+"""What travels between the scheduler's side and the workers: copies to make with a step, and their outcomes. Plain values.
 
     submit            a plan waits for the next step
     take              it leaves with the step's metadata
-    answer            one rank, or several together, say what came of it
-    answers           it counts when every rank has
+    answer            one or several ranks report the outcome
+    answers           it counts when all ranks have reported
 
-Saves read what their step computes. When the engine ends, those of a step whose output never came are not believed: it may have
-failed. `StepOrders` is the cache's executor. Nothing here waits: only the engine's steps bring answers.
+Saves read what their step computes. When the engine ends, saves of a step without output count as failed. `StepOrders` is the
+cache's executor. Nothing here waits, because only the engine's steps bring answers.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.tasks import Completion, Plan
 
-WAITING_STEP_S = 0.001  # as long as vLLM's own loop sleeps
+WAITING_STEP_S = 0.001  # the sleep of vLLM's own loop
 
-Answers = dict[int, tuple[int, str | None]]  # by job: how many ranks have answered, and the first thing that went wrong
-WeightsAnswer = tuple[int, str | None]  # the question's number, and the name of a rank's weights: see `weights.py`
+Answers = dict[int, tuple[int, str | None]]  # by job: number of ranks that answered, and the first error
+WeightsAnswer = tuple[int, str | None]  # number of the query, and the name of a rank's weights (`weights.py`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +52,12 @@ def merged(mine: Answers, others: Answers) -> Answers:
 
 @dataclass(slots=True)
 class StepOrders:
-    """Copies that are made with the engine's steps, on `num_ranks` ranks. One thread, the cache's."""
+    """Copies made with the engine's steps, on `num_ranks` ranks. The cache's thread."""
 
     num_ranks: int
     clock: Clock
-    num_steps: int = 0  # given out
-    _computed_steps: int = 0  # whose output came back
+    num_steps: int = 0  # sent
+    _computed_steps: int = 0  # with output
     _open: dict[JobId, _Open] = field(default_factory=dict)
     _done: list[Completion] = field(default_factory=list)
 
@@ -65,7 +65,7 @@ class StepOrders:
         self._open[plan.job] = _Open(plan=plan)
 
     def take(self) -> list[Plan]:
-        """Everything that was submitted since the last step: it is under way now."""
+        """Returns the plans submitted since the last step, which are now in flight."""
         self.num_steps += 1
         waiting = [each for each in self._open.values() if each.sent_s is None]
         for each in waiting:
@@ -77,8 +77,8 @@ class StepOrders:
         return len(self._open)
 
     def answer(self, answers: Answers, *, step: int) -> dict[JobId, str | None]:
-        """Takes in what ranks say, who have computed up to `step`; returns the jobs that all of them have answered by now, with
-        what went wrong.
+        """Takes the answers of ranks that have computed up to `step`; returns the jobs that all ranks have answered, with their
+        errors.
         """
         self._computed_steps = max(self._computed_steps, step)
         ended: dict[JobId, str | None] = {}
@@ -95,7 +95,7 @@ class StepOrders:
         return ended
 
     def end_all(self, is_done: Callable[[JobId], bool]) -> None:
-        """When no more steps will come: what is not done has failed, and what was sent with a step that is not known to be."""
+        """After the last step: jobs that are not done have failed, and so have those of a step without output."""
         for job, each in list(self._open.items()):
             was_computed = each.sent_s is not None and each.step <= self._computed_steps
             if not was_computed or not is_done(job):
@@ -120,7 +120,7 @@ class StepOrders:
         return True
 
     def progressed_s(self, job: JobId) -> float:
-        """When it was sent; what has not been is never late."""
+        """When it was sent; a job that was not sent is never late."""
         each = self._open.get(job)
         return each.sent_s if each is not None and each.sent_s is not None else self.clock.now()
 
@@ -135,10 +135,10 @@ class StepOrders:
 
 
 class Pace:
-    """Lets time pass where an engine has nothing to do but to wait for copies and stores, and steps again at once all the same.
+    """Slows down an engine that steps without pause although it only waits for copies and stores.
 
-    One in a process of its own sleeps between such steps. One in its caller's process does not, and would keep the threads from
-    running that read and copy for it.
+    An engine in a process of its own sleeps between such steps. One in its caller's process does not, and would starve the
+    threads that read and copy.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -146,7 +146,7 @@ class Pace:
         self._waited_s: float | None = None  # when the last step left, if it was such a one
 
     def step(self, *, waits: bool) -> None:
-        """A step is about to leave, which only waits or does more."""
+        """Call before each step; `waits` if it has nothing to do but wait."""
         if waits and self._waited_s is not None:
             left_s = self._waited_s + WAITING_STEP_S - self._clock.now()
             if left_s > 0:
@@ -155,6 +155,6 @@ class Pace:
 
 
 def blocks_of(plans: Iterable[Plan]) -> list[int]:
-    """The engine's blocks that saves read, each once, in order."""
+    """The distinct blocks that saves read, in order."""
     ids = {int(block) for plan in plans for copy in plan.copies for block in copy.source.ids.reshape(-1)}
     return sorted(ids - {0})

@@ -1,11 +1,11 @@
-"""vLLM's own offloading with Stepwell's verified store beneath its host tier. Translates, and decides nothing.
+"""vLLM's own offloading with Stepwell's verified store below its host tier. Translates, and decides nothing.
 
-    StepwellOffloadingConnector    vLLM's OffloadingConnector, which tells the tiers below whose bytes they keep
+    StepwellOffloadingConnector    vLLM's OffloadingConnector, which also identifies weights and adapters to the tiers below
     StepwellTier                   one of its `secondary_tiers`
 
-What vLLM tells a tier does not say which weights, settings and adapters a chunk was computed with; its connector knows. So the
-tier refuses to start below vLLM's plain connector. vLLM 0.32 calls a tier on the scheduler's thread alone; 0.33 also on a thread
-that polls tiers for another one. A lock of the tier's own makes every method safe on any thread. Written for vLLM 0.32.
+vLLM does not pass the weights, settings and adapters of a chunk to a tier; its connector knows them. The tier therefore refuses
+to start below vLLM's plain connector. vLLM 0.32 calls a tier on the scheduler's thread only, 0.33 also on a polling thread. A
+lock makes every method safe on any thread. Written for vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -34,16 +34,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import SystemClock
+from stepwell.connectors.store_settings import open_verified
 from stepwell.connectors.vllm.chunk_store import ChunkStore, Ended
 from stepwell.connectors.vllm.offloaded_chunks import TIER, OffloadedChunks, engine_facts, must_be_offloadable, tier_facts
 from stepwell.connectors.vllm.settings import read_tier_settings
 from stepwell.connectors.weight_files import Adapters
-from stepwell.store.key_file import read_store_key
-from stepwell.store.registry import open_store
-from stepwell.verified.store import VerifiedStore
 
 EVENTS = "vllm:stepwell_tier_events"
-ENGINE = "engine"  # in a tier's settings: what our connector tells it
+ENGINE = "engine"  # key in a tier's settings that our connector adds
 FOUND = {True: LookupResult.HIT, False: LookupResult.MISS, None: LookupResult.RETRY}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +55,7 @@ class StepwellOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
             must_be_offloadable(vllm_config)
             transfer = vllm_config.kv_transfer_config
             extra = transfer.kv_connector_extra_config
-            tiers = [_told(tier, vllm_config, kv_cache_config) for tier in extra["secondary_tiers"]]
+            tiers = [_with_engine(tier, vllm_config, kv_cache_config) for tier in extra["secondary_tiers"]]
             transfer.kv_connector_extra_config = {**extra, "secondary_tiers": tiers}
         super().__init__(vllm_config, role, kv_cache_config)
         self._adapters = Adapters()
@@ -73,15 +71,15 @@ class StepwellOffloadingConnector(OffloadingConnector):  # type: ignore[misc]
         super().on_new_request(request)
 
     def reset_cache(self) -> bool | None:
-        """The weights may be others from now on: nothing that was stored before is found again by this process."""
+        """Weights may have changed: nothing stored before is found again by this process."""
         done: bool | None = super().reset_cache()
         for tier in self._own_tiers:
             tier.renew()
         return done
 
 
-def _told(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
-    """A tier's settings with what tells this engine's bytes from those of others."""
+def _with_engine(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
+    """A tier's settings with the facts that identify this engine's chunks."""
     if not isinstance(tier, dict) or tier.get("type") != TIER:
         return tier
     facts = engine_facts(
@@ -91,7 +89,7 @@ def _told(tier: Any, vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _locked(method: Callable[Concatenate[StepwellTier, P], R]) -> Callable[Concatenate[StepwellTier, P], R]:
-    """One thread at a time; the store works on threads of its own and takes no such lock."""
+    """Serializes calls; the store's own threads do not take this lock."""
 
     def call(self: StepwellTier, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
@@ -112,16 +110,14 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         if engine is None:
             raise ConfigError(
-                f'{TIER} needs to know which weights it keeps chunks of: write "kv_connector": "StepwellOffloadingConnector", '
+                f'{TIER} must know the weights of its chunks: use "kv_connector": "StepwellOffloadingConnector", '
                 '"kv_connector_module_path": "stepwell.connectors.vllm" in place of vLLM\'s OffloadingConnector'
             )
         self.locality = Locality(locality) if locality is not None else None
         settings = read_tier_settings(given)
         self._facts = f"{engine} {tier_facts(offloading_spec.config, self.block_size_bytes)}"
         self._model = str(offloading_spec.config.model.name)
-        key = read_store_key(settings.store_key_file) if settings.store_key_file is not None else None
-        opened = open_store(settings.store, options=settings.store_options)
-        self._values = VerifiedStore(opened, key=key, deadline_s=settings.deadline_s, readers=settings.readers)
+        self._values = open_verified(settings, settings.store)
         space = self._values.space(self._facts.encode(), label=f"{self._model} [vllm offloading]")
         self._store = ChunkStore(self._values, space, primary_kv_view, SystemClock(), readers=settings.readers)
         self._chunks = OffloadedChunks(offloading_spec.config)
@@ -144,7 +140,7 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
 
     @_locked
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Stores count what is read as used, with all it stands on. Here it is only noted what stands on what."""
+        """Records the parents of chunks. The store itself counts reads as uses."""
         for key in keys:
             self._chunks.name(key, req_context)
 
@@ -184,31 +180,31 @@ class StepwellTier(SecondaryTierManager):  # type: ignore[misc]
 
     @_locked
     def on_request_finished(self, req_context: Any) -> None:
-        self._store.forget(req_context.req_id)
+        self._store.request_finished(req_context.req_id)
         self._chunks.finished(req_context.req_id)
 
     @_locked
     def drain_jobs(self) -> None:
-        """A store that hangs is waited for until its deadline. What it has not written by then, it may still read from the host
-        tier: if that changes meanwhile, the value is damaged, and will be a miss.
+        """Waits for a hanging store until its deadline. It may still read the host tier afterwards; if that changes meanwhile,
+        the value is damaged and becomes a miss.
         """
         self._store.drain()
 
     @_locked
     def renew(self) -> None:
-        """Weights may be others: requests that are under way neither find nor store anything more."""
+        """Weights may have changed: open requests neither find nor store anything more."""
         self._chunks.refuse_open()
         facts = f"{self._facts} since reset {token_hex(16)}"
         self._store.renew(self._values.space(facts.encode(), label=f"{self._model} [vllm offloading, after a reset]"))
 
     @_locked
     def shutdown(self) -> None:
-        """Raises StoreError when the store does not close in time: vLLM then leaves the host tier's memory mapped."""
+        """Raises StoreError if the store does not close in time: vLLM then keeps the host tier's memory mapped."""
         self._store.close()
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        says = "What the verified store below the host tier did: values read, written and missed, by cause."
+        says = "Events of the verified store below the host tier: values read, written and missed, by cause."
         return {EVENTS: OffloadingCounterMetadata(documentation=says, labelnames=("event",))}
 
     @_locked

@@ -1,13 +1,16 @@
-"""The weights that a worker holds now, as one digest: whether they are still those of the start.
+"""The weights that a worker holds now, as one digest, and whether they are known after a reset.
 
-vLLM says that caches must be emptied, before `sleep` or a change of weights, and never whether weights have changed: their bytes
-do. Reads all parameters and buffers on their own device, at the speed of its memory. Changes nothing.
+vLLM announces that caches must be emptied before `sleep` or a change of weights, but never whether weights have changed; only
+their bytes show it. `CurrentWeights` reads all parameters and buffers on their own device, at memory speed. `WeightCheck`, on the
+scheduler's side, tracks the query after a reset until every rank has answered. Changes nothing.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import blake2b
 from typing import Any
 
@@ -15,20 +18,22 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from stepwell.connectors.vllm.orders import WeightsAnswer
+
 WORD_BYTES = 8
 CHUNK_WORDS = 4 << 20  # 32 MiB, and three times that for intermediate results
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # SplitMix64's
 
 
-class WeightsNow:
-    """Those of the model that some layers are part of."""
+class CurrentWeights:
+    """The weights of the models that contain some layers."""
 
     def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
         self._models = _models_of(list(layers))
         self._first = self._digest()
 
     def name(self) -> str | None:
-        """Empty for the weights of the start, else a digest; None where the model was not found."""
+        """Empty for the weights at start-up, otherwise a digest; None if the model was not found."""
         now = self._digest()
         return "" if now == self._first and now is not None else now
 
@@ -41,7 +46,9 @@ class WeightsNow:
 
 
 def _models_of(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """The outermost modules around these layers. Modules do not know their parents, so all of the process are searched."""
+    """The outermost modules that contain these layers. Modules do not know their parents, so all modules of the process are
+    searched.
+    """
     parents: dict[int, list[torch.nn.Module]] = {}
     for each in gc.get_objects():
         if issubclass(type(each), torch.nn.Module):
@@ -59,7 +66,7 @@ def _models_of(layers: list[torch.nn.Module]) -> list[torch.nn.Module]:
             if not around:
                 found[id(module)] = module
     alone = {id(layer) for layer in layers}
-    return [module for key, module in found.items() if key not in alone]  # a layer by itself is no model
+    return [module for key, module in found.items() if key not in alone]  # a single layer is not a model
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,7 +75,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Quantized tensors keep their bytes in others."""
+    """Plain tensors; quantized tensors hold several."""
     whole: Any = tensor
     if is_traceable_wrapper_subclass(whole):
         for part in whole.__tensor_flatten__()[0]:
@@ -79,13 +86,13 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 @torch.no_grad()
 def sum_of(tensor: torch.Tensor) -> int:
-    """64 bits that follow from every bit of a tensor and from where it is. Other devices than a CPU give other sums."""
+    """A 64-bit hash of a tensor's bytes. CPUs and other devices use different functions."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return int(xxhash.xxh3_64_intdigest(raw.numpy().data)) if raw.device.type == "cpu" else sum_of_words(raw)
 
 
 def sum_of_words(raw: torch.Tensor) -> int:
-    """The same for bytes on a GPU: words are mixed with their places, and added."""
+    """The same for bytes on a GPU: mixes each word with its position, and adds them up."""
     whole = len(raw) // WORD_BYTES * WORD_BYTES
     words = raw[:whole].view(torch.int64) if raw.data_ptr() % WORD_BYTES == 0 else raw[:whole].clone().view(torch.int64)
     total = int.from_bytes(bytes(raw[whole:].tolist()), "little") * 3 + len(raw)
@@ -96,3 +103,52 @@ def sum_of_words(raw: torch.Tensor) -> int:
             mixed.bitwise_xor_((mixed >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(factor)
         total += int(mixed.sum().item())
     return total & (1 << 64) - 1
+
+
+class Held(Enum):
+    """Which weights the workers hold."""
+
+    FIRST = "those at start-up"
+    OTHER = "others, with a digest"
+    UNKNOWN = "not readable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    held: Held
+    digest: str = ""
+
+
+@dataclass(slots=True)
+class WeightCheck:
+    """One thread, the scheduler's."""
+
+    pending: bool = False  # after a reset, until every rank has answered
+    wanted: bool = False  # a request waits for the answer
+    _number: int = 0
+    _is_asked: bool = False
+    _answers: dict[int, str | None] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Starts a new check; answers to earlier queries no longer count."""
+        self.pending, self.wanted, self._is_asked, self._answers = True, False, False, {}
+        self._number += 1
+
+    def question(self) -> int:
+        if not self.wanted or self._is_asked:
+            return 0
+        self._is_asked = True
+        return self._number
+
+    def answered(self, answers: Mapping[int, WeightsAnswer], num_ranks: int) -> Weights | None:
+        """The result, once the last rank has answered."""
+        self._answers |= {rank: name for rank, (number, name) in answers.items() if self.pending and number == self._number}
+        if not self.pending or len(self._answers) < num_ranks:
+            return None
+        self.pending = self.wanted = False
+        names = [self._answers[rank] for rank in sorted(self._answers)]
+        if None in names:
+            return Weights(held=Held.UNKNOWN)
+        if not any(names):
+            return Weights(held=Held.FIRST)
+        return Weights(held=Held.OTHER, digest=blake2b(repr(names).encode(), digest_size=16).hexdigest())

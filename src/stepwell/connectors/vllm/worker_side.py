@@ -1,7 +1,7 @@
-"""One rank's copies between the engine's blocks and host memory that the scheduler's process has mapped too. Decides nothing.
+"""One rank's copies between the engine's blocks and host memory, which the scheduler's process maps too. Decides nothing.
 
-Loads begin when a step is given out, saves when it was computed. Both run on threads; `poll` says what has ended. On CUDA copies
-go on streams of their own, saves behind what the step had queued (`transfer/torch_copy_engine.py`).
+Loads start when a step is sent, saves when it was computed. Both run on threads; `poll` returns what has ended. On CUDA, copies
+use streams of their own, saves after the step's queued work (`transfer/torch_copy_engine.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stepwell.transfer.shared_memory import SharedBlock
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
 
-CLOSE_S = 10.0  # that copies which are under way at the end are waited for
+CLOSE_S = 10.0  # longest wait for copies in flight at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What ended since the last look: answers for the scheduler's side, requests that were loaded, and those that were not."""
+    """What ended since the last poll: answers for the scheduler's side, loaded requests, and failed ones."""
 
     answers: Answers
     loaded: frozenset[str]
@@ -37,7 +37,7 @@ class Ended:
 
 
 class WorkerSide:
-    """The copies of one rank. Its thread is the worker's."""
+    """The copies of one rank. The worker's thread."""
 
     def __init__(
         self, groups: Sequence[Group], spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, host_bytes: int, name: str
@@ -63,12 +63,12 @@ class WorkerSide:
             self._copies.submit(order.plan)
 
     def refuse(self, orders: Iterable[Order], why: str) -> None:
-        """Answers saves that must not be made, and notes at the end that not all went well, whatever else did."""
+        """Refuses saves, and records that not all saves succeeded."""
         self._refused |= {int(order.plan.job): (1, why) for order in orders}
         self._failed_once = True
 
     def poll(self) -> Ended:
-        """What has ended since the last call. Waits for nothing."""
+        """What has ended since the last call. Does not wait."""
         loaded, failed = set(), set()
         answers, self._refused = self._refused, {}
         for done in self._copies.answers():
@@ -83,7 +83,7 @@ class WorkerSide:
         return Ended(answers=answers, loaded=frozenset(loaded), failed=frozenset(failed))
 
     def close(self, *, timeout_s: float = CLOSE_S) -> None:
-        """Waits for copies under way, and notes for the scheduler's side how far they came."""
+        """Waits for copies in flight, and records the last finished job for the scheduler's side."""
         self._copies.drain(timeout_s)
         self.poll()
         self._shared.note_ended(0 if self._unanswered or self._failed_once else self._last_job)
@@ -99,10 +99,10 @@ def _layers(group: Group, page_tokens: int, tensors: Mapping[str, torch.Tensor])
 
 
 def rows_of(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """A layer's blocks as `[block][byte]`, over the same memory: the bytes of a block in the order in which they lie there.
+    """A layer's blocks as `[block][byte]` over the same memory, in memory order.
 
-    Attention backends permute the dimensions of a block. Any permutation is accepted. Raises ConfigError where a block is not one
-    run of bytes, or where blocks overlap.
+    Attention backends permute the dimensions of a block; any permutation is accepted. Raises ConfigError if a block is not one
+    run of bytes, or blocks overlap.
     """
     block, width = tensor[0], tensor.element_size()
     size = block.numel() * width
@@ -118,7 +118,7 @@ def rows_of(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _is_one_run(block: torch.Tensor) -> bool:
-    """Whether the strides are those of a contiguous tensor with permuted dimensions."""
+    """Whether a tensor is contiguous after a permutation of its dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in _strides(block) if size != 1):
         if stride != expected:
@@ -128,12 +128,12 @@ def _is_one_run(block: torch.Tensor) -> bool:
 
 
 def _strides(block: torch.Tensor) -> tuple[tuple[int, int], ...]:
-    """Stride and size of each dimension; the stride of one entry means nothing."""
+    """Stride and size of each dimension; 0 for the meaningless stride of a dimension of size 1."""
     return tuple((stride if size != 1 else 0, size) for stride, size in zip(block.stride(), block.shape, strict=True))
 
 
 def geometry(groups: Sequence[Group], tensors: Mapping[str, torch.Tensor]) -> str:
-    """How values lie inside blocks: where this differs, the blocks of one engine mean nothing to another."""
+    """The layout of values within blocks. Engines with different layouts cannot share blocks."""
     return repr([
         (group.number, number, str(tensors[name].dtype), _strides(tensors[name][0]))
         for group in groups

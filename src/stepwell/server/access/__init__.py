@@ -1,1 +1,1 @@
-"""Who asks, and what they may: keys, tenants, and the door that every request passes."""
+"""Who asks, and what they may: keys, tenants, and the admission that every request passes."""

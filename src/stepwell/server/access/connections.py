@@ -1,11 +1,11 @@
-"""Connections without a request: a deadline for headers, and a limit on how many connections may wait.
+"""Connections without a request: a deadline for headers, and a limit on the number of waiting connections.
 
     connected ...... headers are whole ...... answered ...... first byte of the next request ...... headers are whole
     |---- HEADERS_S at most ----|             |- keep-alive --|------- HEADERS_S at most -------|
 
-A connection that waits costs an open file. When more than MOST_IDLE wait, the one that has waited longest is closed: a client
-that opens connections without number closes its own, and others still get in. The door limits how many requests run at once.
-Made for uvicorn's HTTP/1.1, whose own limits begin with the first whole request. For the event loop's thread.
+A waiting connection costs an open file. When more than MOST_IDLE wait, the one that has waited longest is closed, so that a
+client that opens very many closes its own, and others still get in. `Admission` limits the number of open requests. Made for
+uvicorn's HTTP/1.1, whose own limits begin with the first whole request. Runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from stepwell.server.errors import ApiError, ErrorResponse
 
 HEADERS_S = 20.0
 MOST_IDLE = 1024
-_EVERY_S = 60.0  # between lines of the log
+_EVERY_S = 60.0  # between log lines
 
 log = logging.getLogger(__name__)
 
 
-class Idle:
-    """The connections of one server that wait for headers, the oldest first, and what became of others."""
+class IdleConnections:
+    """The connections of one server that wait for headers, oldest first."""
 
     def __init__(self, on_error: Callable[[int], None]) -> None:
-        """`on_error` is called with the status of each error that is sent from here."""
+        """`on_error` is called with the status of each error sent here."""
         self.on_error = on_error
         self._oldest_first: dict[Connection, None] = {}
         self._closed = 0  # since the last line of the log
         self._logged_s = float("-inf")
 
     def protocol(self, **more: Any) -> Connection:
-        """A connection of this server, as uvicorn makes one."""
+        """Makes a connection, for uvicorn."""
         return Connection(self, **more)
 
     def add(self, connection: Connection) -> None:
@@ -53,19 +53,19 @@ class Idle:
         self._oldest_first.pop(connection, None)
 
     def note_closed(self) -> None:
-        """Counts a connection that was closed because it sent no whole request; one line a minute at most says how many."""
+        """Counts a connection closed without a whole request. Logs the count once a minute at most."""
         self._closed += 1
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._logged_s + _EVERY_S:
             log.warning(
-                "connections closed that sent no whole request within %g s, or waited longest of more than %d: %d",
+                "closed connections that sent no whole request within %g s, or were the oldest of more than %d: %d",
                 HEADERS_S, MOST_IDLE, self._closed,
             )  # fmt: skip
             self._logged_s, self._closed = now_s, 0
 
 
 class Connection(H11Protocol):
-    def __init__(self, idle: Idle, **more: Any) -> None:
+    def __init__(self, idle: IdleConnections, **more: Any) -> None:
         super().__init__(**more)
         self._idle = idle
         self._deadline: asyncio.TimerHandle | None = None
@@ -87,18 +87,18 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def close(self) -> None:
-        """Closes a connection without a request."""
+        """Closes an idle connection."""
         self._stop_waiting()
         self.timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """For what is not HTTP. In the middle of an answer nothing more can be said."""
+        """Responds to input that is not HTTP, unless a response is already being sent."""
         if self.cycle is None or self.cycle.response_complete:
             self._send(ApiError(400, f"{msg} Send HTTP/1.1", code="invalid_http"))
         self.transport.close()
 
     def _look(self) -> None:
-        """Whether it waits for headers now. While uvicorn's timer for idle connections runs, that one counts."""
+        """Starts the deadline if the connection waits for headers, unless uvicorn's keep-alive timer runs."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
             self._stop_waiting()
             return
@@ -113,14 +113,14 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _is_late(self) -> None:
-        """Half a request is answered; browsers open connections ahead, and take an answer to nothing for one to their next."""
+        """Responds to half a request only: a browser that preconnected would take the response for that of its next request."""
         if self.conn.trailing_data[0]:
-            self._send(ApiError(408, f"the headers of the request did not come within {HEADERS_S:g} s", code="headers_timeout"))
+            self._send(ApiError(408, f"the request's headers did not arrive within {HEADERS_S:g} s", code="headers_timeout"))
         self._idle.note_closed()
         self.close()
 
     def _send(self, error: ApiError) -> None:
-        """Written by hand: h11 sends nothing on a connection whose client broke the protocol in the middle of a request."""
+        """Writes the response directly: h11 refuses to send after a protocol error in the middle of a request."""
         response = ErrorResponse.of(error, close=True)
         lines = [b"HTTP/1.1 %d %s" % (error.status, STATUS_PHRASES[error.status])]
         lines += [b"%s: %s" % each for each in response.raw_headers]

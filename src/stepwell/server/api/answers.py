@@ -1,9 +1,9 @@
-"""The answers to one HTTP request, from the engine's thread to the event loop's.
+"""The answers to one HTTP request, passed from the engine's thread to the event loop.
 
     engine thread   on_delta  -- call_soon_threadsafe -->  queue   event loop
 
-Whoever begins answers closes them: what has not ended by then is aborted, so that a client that disconnects costs nothing more.
-How they look on the wire is in `replies.py` and `responses.py`.
+The creator of `Answers` must close them. Closing aborts answers that have not ended, so that a client that disconnects costs
+nothing more. Wire formats are in `replies.py` and `responses.py`.
 """
 
 from __future__ import annotations
@@ -25,30 +25,26 @@ from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
 from stepwell.engine.running.runner import RANK_LOST
 from stepwell.engine.sampling.edits import OFF_GRAMMAR
 from stepwell.engine.scheduling.scheduler import NO_ROOM
-from stepwell.server.access.door import arrived_s, note_error, origin_of
+from stepwell.server.access.admission import arrived_s, note_error, origin_of
 from stepwell.server.errors import SERVER, ApiError, api_error
-from stepwell.server.monitoring.activity_log import log_ended
+from stepwell.server.monitoring.activity import log_ended
 from stepwell.server.served import Served
 
 log = logging.getLogger(__name__)
 
 _FAILED = "the engine failed on this request; the log says why"
-# Reasons that are the request's own and say what to do, with their codes; others may be texts of exceptions, also about somebody
-# else's request.
+# Reasons that concern the request and say what to do, with their codes. Other reasons may quote exceptions about other requests.
 _ASKED_TOO_MUCH = {NO_ROOM: "context_length_exceeded", OFF_GRAMMAR: "invalid_grammar"}
 
 
 class Answers:
-    """The answers to one HTTP request, one for each ask. For the event loop's thread."""
+    """The answers to one HTTP request, one per ask. The event loop's thread."""
 
     def __init__(
         self, served: Served, asks: Sequence[Ask], *, id: str, request: Request, on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`id` is what clients and the log call the answers. Answers that have not ended when the time of the request is over are
-        aborted, and its client gets an error.
-
-        `on_begun` is called once the first of them has begun, or none will; it may be called again. Headers of the request may
-        name the client's span.
+        """`id` names the answers in responses and in the log. When the request times out, open answers are aborted and the client
+        gets an error. `on_begun` is called when the first answer has begun, or none will; possibly several times.
         """
         self._served = served
         self._id = id
@@ -60,12 +56,12 @@ class Answers:
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
         self._late = False
-        self.failed: int | None = None  # the status of the error that they ended with
-        left_s = served.left_s(arrived_s(request))
+        self.failed: int | None = None  # status of the error that ended them
+        left_s = served.time_left_s(arrived_s(request))
         self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
-        """Queues all asks; or raises ApiError, and aborts those that were queued."""
+        """Queues all asks. On failure raises ApiError and aborts those already queued."""
         try:
             for index, ask in enumerate(self._asks):
                 self._submitted.append(self._served.loop.submit(ask, self._listener(index)))
@@ -73,14 +69,14 @@ class Answers:
                 await asyncio.wrap_future(future)
         except BaseException as error:
             self.close()
-            if self._late:  # which also cancelled what the engine had not taken yet
+            if self._late:  # the timeout also cancelled queued asks
                 raise self._too_late() from None
             if isinstance(error, StepwellError):
                 raise api_error(error) from None
             raise
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """What is added, with the index of its ask, until all have ended. Raises ApiError when one cannot be finished."""
+        """Yields deltas with the index of their ask until all answers have ended. Raises ApiError if one fails."""
         while len(self._usages) < len(self._asks):
             index, delta = await self._deltas.get()
             self._on_begun()
@@ -93,9 +89,8 @@ class Answers:
             yield index, delta
 
     def usage(self, choices: int, details: Mapping[str, int]) -> dict[str, Any]:
-        """What ended answers cost together, in OpenAI's form; each prompt counts once, as its first choice met it.
-
-        `details`: what else is known of the tokens of all answers.
+        """The usage of all answers in OpenAI's form. Each prompt counts once, with the sources of its first choice. `details` are
+        added to the details of the completion.
         """
         firsts = [usage for index, usage in self._usages.items() if index % choices == 0]
         tiers = {f"{tier}_tokens": sum(getattr(each.sources, tier) for each in firsts) for tier in ("device", "host", "store")}
@@ -103,7 +98,7 @@ class Answers:
         completion = sum(each.completion_tokens for each in self._usages.values())
         accepted = sum(each.accepted_tokens for each in self._usages.values())
         rejected = sum(each.proposed_tokens for each in self._usages.values()) - accepted
-        guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}  # a draft's, not a client's
+        guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}  # of a draft model
         details = {**details, **(guessed if accepted or rejected else {})}
         return {
             "prompt_tokens": prompt,
@@ -114,7 +109,7 @@ class Answers:
         }
 
     def close(self) -> None:
-        """Aborts what has not ended. May be called at any moment, and again."""
+        """Aborts open answers. Idempotent; may be called at any time."""
         self._on_begun()
         if self._timer is not None:
             self._timer.cancel()
@@ -123,7 +118,7 @@ class Answers:
                 future.add_done_callback(self._abort)
 
     def _error_of(self, delta: Delta) -> ApiError | None:
-        """Why an answer cannot be finished; None where it goes on, or has ended as it should."""
+        """The error of an answer that failed; None if it continues or ended normally."""
         if delta.finish is Finish.LATE:
             return self._too_late()
         if delta.error in _ASKED_TOO_MUCH:
@@ -138,7 +133,7 @@ class Answers:
         return None
 
     def _expire(self) -> None:
-        """Time is up. What was added before is still told; the engine computes nothing more of it."""
+        """Ends the request on timeout. Deltas that arrived before are still sent."""
         self._late = True
         self._deltas.put_nowait((0, Delta(request=0, finish=Finish.LATE)))
         self.close()
@@ -146,12 +141,12 @@ class Answers:
     def _too_late(self) -> ApiError:
         limit = f"the {self._served.request_timeout_s:g} s that this server gives a request (--request-timeout)"
         return ApiError(
-            504, f"the answer took longer than {limit}: ask for less, or again later", type=SERVER, code="request_timeout"
+            504, f"the answer took longer than {limit}: request less, or retry later", type=SERVER, code="request_timeout"
         )
 
     def _abort(self, future: Future[int]) -> None:
         if not future.cancelled() and future.exception() is None:
-            self._served.loop.abort(future.result())  # ended ones are ignored
+            self._served.loop.abort(future.result())  # no effect on ended requests
 
     def _listener(self, index: int) -> OnDelta:
         loop, progress, ask = asyncio.get_running_loop(), self._served.progress, self._asks[index]
@@ -164,7 +159,7 @@ class Answers:
                 progress.added(ask, delta)
                 if delta.finish is not None:
                     log_ended(self._id, choice, ask, delta, self._origin)
-                    if self._on_ended is not None:  # not on the engine's thread
+                    if self._on_ended is not None:  # off the engine's thread
                         loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)
             finally:
                 loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
@@ -173,7 +168,7 @@ class Answers:
 
 
 class EventStream(StreamingResponse):
-    """Closes its answers however it ends, even before its first byte is out."""
+    """Closes its answers however it ends, even before the first byte."""
 
     def __init__(self, answers: Answers, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -189,7 +184,7 @@ class EventStream(StreamingResponse):
 
 
 async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None:
-    """Every answer as one delta, and closes them; None where the client has gone before. Raises ApiError."""
+    """Joins each answer into one delta and closes them. None if the client disconnected. Raises ApiError."""
     collecting = asyncio.ensure_future(_collect(answers))
     leaving = asyncio.ensure_future(_disconnected(request))
     try:
@@ -203,7 +198,7 @@ async def collect(request: Request, answers: Answers) -> dict[int, Delta] | None
 
 
 async def _collect(answers: Answers) -> dict[int, Delta]:
-    """Every answer as one delta."""
+    """Each answer as one delta."""
     parts: dict[int, list[Delta]] = {}
     async for index, delta in answers.deltas():
         parts.setdefault(index, []).append(delta)
@@ -221,6 +216,6 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
 
 
 async def _disconnected(request: Request) -> None:
-    """Returns when the client has gone. The body has been read: nothing else can come."""
+    """Returns when the client disconnects. The body was read, so nothing else can arrive."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

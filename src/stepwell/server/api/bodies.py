@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, and vLLM's and ours beside them, with their types and ranges. Knows no engine."""
+"""Bodies of requests: the fields of OpenAI, vLLM, SGLang and Stepwell, with types and ranges."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from stepwell.server.served import MAX_CHOICES
 MAX_SALT = 256
 _INT64 = 2**63
 
-# One wrong element says enough: a body can hold millions, and each would get a message of its own.
+# Fail on the first wrong element: a body can hold millions, and each would get a message.
 Strings = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Union[str, Strings, TokenIds, Annotated[list[TokenIds], Field(fail_fast=True)]]  # noqa: UP007
 
 
 class Body(BaseModel):
-    """Types are what they say: "12" is no number."""
+    """Types are strict: "12" is not a number."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
-class Kept(Body):
-    """How the cache treats a prompt. A salt separates: only requests with the same one share anything."""
+class CacheBody(Body):
+    """Fields for the cache. Only requests with the same salt share cached state."""
 
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
 
@@ -38,13 +38,13 @@ class Kept(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # with it: every chunk has the usage so far
+    continuous_usage_stats: bool | None = None  # every chunk has the usage so far
 
 
-class Asked(Kept):
-    """What completions and chats have in common."""
+class GenerationBody(CacheBody):
+    """Fields shared by completions and chats."""
 
-    model: str | None = None  # the one that is served
+    model: str | None = None  # default: the served model
     max_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -62,7 +62,7 @@ class Asked(Kept):
     guided_regex: str | None = None
     guided_choice: Strings | None = None
     guided_grammar: str | None = None
-    json_schema: str | dict[str, Any] | None = None  # as SGLang names them
+    json_schema: str | dict[str, Any] | None = None  # SGLang's names
     regex: str | None = None
     ebnf: str | None = None
     return_token_ids: bool | None = None
@@ -77,8 +77,8 @@ class Asked(Kept):
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     priority: int | None = Field(None, ge=0, le=MAX_PRIORITY)
     cache_ttl_s: float | None = Field(None, gt=0)
-    kv_transfer_params: dict[str, Any] | None = None  # of a router that has prompts computed elsewhere (`handover.py`)
-    use_cache: bool | None = None  # false: nothing cached is used, and nothing it computes is cached
+    kv_transfer_params: dict[str, Any] | None = None  # from a router: see `handover.py`
+    use_cache: bool | None = None  # false: neither read nor fill the cache
 
     @field_validator("stop")
     @classmethod
@@ -89,7 +89,7 @@ class Asked(Kept):
 
     @property
     def is_guided(self) -> bool:
-        """Whether a grammar is to be compiled for it, which takes its time."""
+        """Whether the request asks for a grammar."""
         is_text = (self.response_format or {}).get("type", "text") == "text"
         older = (self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
         asked = (*older, self.json_schema, self.regex, self.ebnf, *(self.structured_outputs or {}).values())
@@ -97,7 +97,7 @@ class Asked(Kept):
 
     @property
     def compiles(self) -> bool:
-        """Whether what it asks for may take a grammar to be compiled."""
+        """Whether the request may have to compile a grammar, which is slow."""
         return self.is_guided
 
     @property
@@ -113,14 +113,14 @@ class Asked(Kept):
         return self.wants_usage_chunk and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class CompletionBody(Asked):
+class CompletionBody(GenerationBody):
     prompt: Prompt
-    max_tokens: int | None = Field(None, ge=0)  # 0 with `echo` only: what is asked for is the prompt's logprobs
+    max_tokens: int | None = Field(None, ge=0)  # 0 only with `echo`, for the prompt's logprobs
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool | None = None
 
 
-class ChatBody(Asked):
+class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1, fail_fast=True)
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
@@ -139,9 +139,9 @@ class ChatBody(Asked):
 
 
 def whole(text: str) -> str:
-    """The text, or ValueError where it cannot be encoded, which JSON does not rule out."""
+    """Returns the text, or raises ValueError if it cannot be encoded, which JSON permits."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half a character (a lone surrogate): send whole ones") from None
+        raise ValueError("the text contains half a character (a lone surrogate)") from None
     return text

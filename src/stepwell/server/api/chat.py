@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: messages, made one prompt by the model's template.
+"""`/v1/chat/completions`: messages, rendered to one prompt by the model's template.
 
-What all chats of an application begin with, its system prompt and tools, ends somewhere in the prompt; that place is worth a
-checkpoint, and the engine is told.
+All chats of an application begin with the same system prompt and tools. The end of that part is worth a checkpoint, so its
+position goes to the engine as a hint.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.chat import ROLE_MARKERS
 from stepwell.engine.requests.guided import Guide
 from stepwell.engine.requests.request import MAX_STOPS, Ask
-from stepwell.server.access.door import asking
-from stepwell.server.access.principals import Principal
+from stepwell.server.access.admission import require_key
+from stepwell.server.access.tenants import Principal
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.chat_form import chat_form, shows_special
 from stepwell.server.api.frames import behind_thoughts, forced_calls, is_framed
-from stepwell.server.api.grammars import compiled, grammar_of, thoughts_of
+from stepwell.server.api.grammars import ToolChoice, compiled, grammar_of, thoughts_of, tool_choice_of
 from stepwell.server.api.replies import answer
-from stepwell.server.api.requests import Unknown, asks_of, sampling_of
-from stepwell.server.api.tool_choice import ToolChoice, tool_choice_of
+from stepwell.server.api.requests import UnknownFields, asks_of, sampling_of
 from stepwell.server.errors import ApiError
 from stepwell.server.served import Served
 
@@ -36,15 +35,15 @@ _LEADING = ("system", "developer")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _OTHER_MODEL = "or serve a model whose template does"
 _END = "<|the end of the message that is continued|>"
-_MISTRAL = "TOOL_CALLS"  # stands in its templates
+_MISTRAL = "TOOL_CALLS"  # occurs in its templates
 _SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
-_PROBE = {"role": "user", "content": "?"}  # for templates that refuse to render a system prompt alone
+_PROBE = {"role": "user", "content": "?"}  # for templates that refuse a system prompt alone
 
 Message = Mapping[str, Any]
 
 
 def chat_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown(served.clock)
+    router, unknown = APIRouter(dependencies=[require_key(served.principals)]), UnknownFields(served.clock)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -55,7 +54,7 @@ def chat_router(served: Served) -> APIRouter:
 
 
 def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
-    """What a chat asks of the engine, one for each choice. Takes its time. Raises ApiError."""
+    """The asks of a chat, one per choice. Slow. Raises ApiError."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -83,7 +82,7 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
 
 
 def _guide(served: Served, body: ChatBody, choice: ToolChoice, tenant: str | None) -> Guide | None:
-    """What an answer follows. Raises ApiError."""
+    """The grammar of an answer. Raises ApiError."""
     several, framed = body.parallel_tool_calls is not False, is_framed(served, body, choice)
     if choice.is_forced:
         grammar = forced_calls(served, choice, several=several) if framed else choice.grammar(several=several)
@@ -105,20 +104,20 @@ class Ending(Enum):
 def ending_of(
     messages: Sequence[Message], *, add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> Ending:  # fmt: skip
-    """As vLLM's fields say. An answer that goes on from the last message cannot begin a new one. Raises ApiError."""
+    """How the prompt ends, from vLLM's fields. Raises ApiError if they contradict each other."""
     if not continue_final_message:
         return Ending.BEHIND if add_generation_prompt is False else Ending.ANSWER
     if add_generation_prompt is not False:
-        what = "continue_final_message needs add_generation_prompt=false: the answer goes on from the last message"
+        what = "continue_final_message needs add_generation_prompt=false: the answer continues the last message"
         raise ApiError(400, what, param="continue_final_message")
     if messages[-1].get("role") != "assistant":
-        what = "continue_final_message goes on from a last message of role assistant: add one, as its beginning"
+        what = "continue_final_message needs a last message of role assistant, the beginning of the answer"
         raise ApiError(400, what, param="continue_final_message")
     return Ending.WITHIN
 
 
 def _begun(served: Served, messages: Sequence[Message], ending: Ending) -> str | None:
-    """What the message says so far that an answer goes on from; None where it begins one."""
+    """The text of the message that an answer continues; None for a new message."""
     if ending is Ending.ANSWER:
         return None
     return str(_plain(served, len(messages) - 1, messages[-1])["content"]) if ending is Ending.WITHIN else ""
@@ -128,7 +127,7 @@ def chat_prompt(
     served: Served, messages: Sequence[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None = None, *,
     ending: Ending = Ending.ANSWER,
 ) -> tuple[list[int], tuple[int, ...]]:  # fmt: skip
-    """The tokens of a chat, and how many of them are its system prompt and tools. Raises ApiError."""
+    """The tokens of a chat, and the length of its system prompt and tools. Raises ApiError."""
     if tools and not served.chat.mentions("tools"):
         what = f"leave them out, or describe them in a message ({_OTHER_MODEL})"
         error = f"this model's chat template does not know tools: {what}"
@@ -153,7 +152,7 @@ def _prompt(
     options: Mapping[str, Any] | None,
     ending: Ending,
 ) -> str:
-    """Templates see the arguments of calls as data. Those that fail on it, as DeepSeek's V3 and V3.1 do, see them as JSON.
+    """Passes the arguments of calls to the template as data, or as JSON to templates that fail on data (DeepSeek V3, V3.1).
 
     Raises ApiError.
     """
@@ -164,8 +163,8 @@ def _prompt(
     if any(message.get("tool_calls") for message in messages):
         try:
             return _rendered(served, [_with_texts(message) for message in messages], tools, options, ending)
-        except (ConfigError, RecursionError):  # arguments that are nested too deeply to be written
-            pass  # then that was not what it failed on
+        except (ConfigError, RecursionError):  # arguments nested too deeply
+            pass  # it failed for another reason
     raise ApiError(400, str(refused), param="messages")
 
 
@@ -177,7 +176,7 @@ def _rendered(
     ending: Ending,
 ) -> str:
     """Raises ConfigError."""
-    if ending is Ending.WITHIN:  # whatever the template writes behind the last message is cut off, and nothing of the message
+    if ending is Ending.WITHIN:  # cut what the template adds after the last message
         messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{_END}"}]
     prompt = served.chat.render(messages, tools=tools or None, options=options, add_generation_prompt=ending is Ending.ANSWER)
     if ending is not Ending.WITHIN:
@@ -188,7 +187,7 @@ def _rendered(
 
 
 def _head(served: Served, leading: list[Message], tools: Sequence[Message] | None, options: Mapping[str, Any] | None) -> str:
-    """What the template makes of system prompt and tools alone; nothing where it refuses."""
+    """The template's text for system prompt and tools alone; empty if the template refuses them."""
     for messages in (leading, [*leading, _PROBE]):
         try:
             return served.chat.render(messages, tools=tools or None, options=options, add_generation_prompt=False)
@@ -198,12 +197,12 @@ def _head(served: Served, leading: list[Message], tools: Sequence[Message] | Non
 
 
 def _common(one: Sequence[object], other: Sequence[object]) -> int:
-    """How far both are the same."""
+    """The length of the common prefix."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _plain(served: Served, number: int, message: Message) -> Message:
-    """A message as templates know it: content is text, and developers speak as the system where the template has none."""
+    """A message as templates expect it: text content, and role `system` for `developer` if the template lacks that."""
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     place = f"messages[{number}]"
     if not isinstance(role, str) or not role:
@@ -213,18 +212,18 @@ def _plain(served: Served, number: int, message: Message) -> Message:
     if isinstance(content, list):
         content = "\n".join(_part(place, part) for part in content)
     elif content is None:
-        content = ""  # templates would write None
+        content = ""  # templates would print None
     elif content is not None and not isinstance(content, str):
         raise ApiError(400, f"{place}: content must be text, or a list of parts of type text", param="messages")
     if role == "developer" and "developer" not in served.chat.source:
         role = "system"
-    plain = {key: value for key, value in message.items() if value is not None}  # clients send back all that an answer had
+    plain = {key: value for key, value in message.items() if value is not None}  # clients send back null fields of responses
     plain |= {"role": role, "content": content}
     thought = plain.get("reasoning_content")
     if isinstance(thought, str) and served.chat.mentions("thinking") and not (calls and content):
-        plain.setdefault("thinking", thought)  # as gpt-oss has it, whose calls have that or content
+        plain.setdefault("thinking", thought)  # for gpt-oss, whose calls have either that or content
     if not calls:
-        plain.pop("tool_calls", None)  # templates ask whether there is such a list, not what is in it
+        plain.pop("tool_calls", None)  # templates test only whether the list exists
         return plain
     if not served.chat.mentions("tool_calls"):
         what = f"write them into its content ({_OTHER_MODEL})"
@@ -240,7 +239,7 @@ def _part(place: str, part: Any) -> str:
 
 
 def _call(place: str, call: Any) -> Any:
-    """A call of a tool with its arguments as templates want them: OpenAI's clients send JSON within JSON."""
+    """A tool call with its arguments as data: OpenAI's clients send them as a JSON string."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise ApiError(400, f"{place}: tool_calls must be objects with a function", param="messages")
@@ -249,12 +248,12 @@ def _call(place: str, call: Any) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
-        return call  # what a model wrote, whole or not
+        return call  # possibly incomplete text of a model
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _with_short_ids(message: Message) -> Message:
-    """Calls of tools, and what answers them, by ids of nine letters and digits: templates of Mistral take no others."""
+    """Replaces ids of tool calls by ids of nine letters and digits, which Mistral's templates require."""
     made = dict(message)
     if isinstance(made.get("tool_call_id"), str):
         made["tool_call_id"] = _short(made["tool_call_id"])
@@ -270,7 +269,7 @@ def _short(id: str) -> str:
 
 
 def _with_texts(message: Message) -> Message:
-    """A plain message with the arguments of its calls as JSON."""
+    """A message with the arguments of its calls as JSON."""
     calls = [(call, call["function"]) for call in message.get("tool_calls") or ()]
     written = [{**call, "function": {**function, "arguments": _text(function)}} for call, function in calls]
     return {**message, "tool_calls": written} if written else message

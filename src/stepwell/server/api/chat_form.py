@@ -1,4 +1,4 @@
-"""How the answer to a chat looks on the wire: its content, what the model thought, the tools it calls; whole and in pieces."""
+"""The wire format of chats: content, reasoning and tool calls, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stepwell.engine.requests.request import Ask, Delta, Finish
 from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.frames import is_framed
-from stepwell.server.api.logprobs import Word, chat_logprobs, prompt_logprobs, words
+from stepwell.server.api.grammars import Choosing, ToolChoice, tool_choice_of
 from stepwell.server.api.parsing.blocks import BlockParser, NamedParser, Plain
 from stepwell.server.api.parsing.counting import ThoughtCounter
 from stepwell.server.api.parsing.formats import (
@@ -26,14 +26,14 @@ from stepwell.server.api.parsing.formats import (
 )  # fmt: skip
 from stepwell.server.api.parsing.pieces import Call, Parser, Piece, id_of, joined
 from stepwell.server.api.parsing.thoughts import ThoughtParser
-from stepwell.server.api.tool_choice import Choosing, ToolChoice, tool_choice_of
+from stepwell.server.api.replies import Word, chat_logprobs, prompt_logprobs, words
 from stepwell.server.served import Served
 
 
 def shows_special(served: Served, body: ChatBody) -> bool:
-    """Whether special tokens must stand in an answer's text: it is parsed, and markers of its format are such tokens.
+    """Whether an answer's text must include special tokens, because the markers of its format are special tokens.
 
-    Where they are none, as in many models, texts stay without the special tokens that a model writes by chance.
+    Otherwise text leaves out special tokens that a model writes by chance.
     """
     choice = tool_choice_of(body)
     follows = choice.is_forced or body.is_guided
@@ -52,7 +52,7 @@ def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
         words(served.text, as_ids=body.return_tokens_as_token_ids),
         _parser(served, body, choice, asks[0]),
         _counter(served, body, choice, asks[0]),
-        told=body.prompt_logprobs is not None,
+        prompt_logprobs_wanted=body.prompt_logprobs is not None,
         several=body.parallel_tool_calls is not False,
         named=choice.how is Choosing.NAMED,
         prompt=asks[0].tokens if body.return_token_ids else None,
@@ -66,7 +66,7 @@ def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | 
 
 
 def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
-    """Makes what an answer is parsed with. One that follows a grammar is what the grammar says, behind what it may think."""
+    """A factory of parsers. An answer that follows a grammar is not parsed, except for the reasoning before it."""
     tools, reasoning = _formats(served, body, choice)
     guide = _grammar(served, body, choice, ask)
     if guide is not None:
@@ -84,13 +84,13 @@ def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Cal
 
 
 def _grammar(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Guide | None:
-    """What an answer is behind its thoughts; None for one that is free, and where the grammar has the thoughts in it."""
+    """The grammar of an answer after its reasoning; None without a grammar, or if the grammar includes the reasoning."""
     has_thoughts = served.reasoning_parser == HARMONY and is_framed(served, body, choice)
     return None if has_thoughts else ask.guide
 
 
 def _counter(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], ThoughtCounter] | None:
-    """Makes what counts an answer's thoughts; None where it has none, or its parser counts them."""
+    """A factory of counters of reasoning tokens; None without reasoning, or if the parser counts them."""
     text = served.text
     if text is None or _grammar(served, body, choice, ask) is not None:
         return None
@@ -112,43 +112,41 @@ class ChatForm:
 
     def __init__(
         self, word: Word, parser: Callable[[], Parser], counter: Callable[[], ThoughtCounter] | None, *,
-        told: bool = False, several: bool = True, named: bool = False, prompt: Sequence[int] | None = None,
+        prompt_logprobs_wanted: bool = False, several: bool = True, named: bool = False, prompt: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """`told`: whether logprobs of the prompt are wanted. `several`: whether more calls than one may be told. `prompt`: its
-        tokens, where token ids are wanted.
-        """
+        """`several` allows more than one call. `prompt` holds the prompt's tokens if token ids are wanted."""
         self._word = word
         self._prompt = prompt
         self._parser = parser
         self._counter = counter
-        self._told = told
+        self._with_prompt_logprobs = prompt_logprobs_wanted
         self._several = several
         self._named = named
         self._parsers: dict[int, Parser] = {}  # by choice
-        self._counters: dict[int, ThoughtCounter | ThoughtParser] = {}  # of those that may think
-        self._calls: dict[int, int] = {}  # that were told, by choice
+        self._counters: dict[int, ThoughtCounter | ThoughtParser] = {}  # of choices that may reason
+        self._calls: dict[int, int] = {}  # calls sent so far, by choice
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def first_choice(self, index: int) -> dict[str, Any] | None:
         return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
-    def before_all(self) -> dict[str, Any]:
+    def first_fields(self) -> dict[str, Any]:
         return {} if self._prompt is None else {"prompt_token_ids": list(self._prompt)}
 
     def piece(self, index: int, delta: Delta) -> dict[str, Any] | None:
         begun = self._calls.get(index, 0)
-        piece = self.said(index, delta)
+        piece = self.parse(index, delta)
         if not piece and not delta.logprobs and delta.finish is None and self._prompt is None:
             return None
-        told: dict[str, Any] = {"content": piece.content} if piece.content else {}
+        fields: dict[str, Any] = {"content": piece.content} if piece.content else {}
         if piece.reasoning:
-            told["reasoning_content"] = piece.reasoning
+            fields["reasoning_content"] = piece.reasoning
         if piece.calls:
-            first = begun if piece.calls[0].name is not None else begun - 1  # which may go on
-            told["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(piece.calls, start=first)]
-        return {"index": index, "delta": told, **self._rest(index, delta)}
+            first = begun if piece.calls[0].name is not None else begun - 1  # which may continue
+            fields["tool_calls"] = [{"index": at, **_call(call)} for at, call in enumerate(piece.calls, start=first)]
+        return {"index": index, "delta": fields, **self._rest(index, delta)}
 
     def whole(self, index: int, delta: Delta) -> dict[str, Any]:
-        piece = self.said(index, delta)
+        piece = self.parse(index, delta)
         content = None if piece.calls and not piece.content else piece.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if piece.reasoning:
@@ -158,21 +156,21 @@ class ChatForm:
         return {"index": index, "message": message, **self._rest(index, delta)}
 
     def in_call(self, index: int) -> bool:
-        """Whether an answer ends within a call that was told: its arguments are not whole."""
-        is_told = self._several or self._calls.get(index, 0) < 2
-        return index in self._parsers and self._parsers[index].in_call and is_told
+        """Whether an answer ends within a call that was sent, so that its arguments are incomplete."""
+        is_shown = self._several or self._calls.get(index, 0) < 2
+        return index in self._parsers and self._parsers[index].in_call and is_shown
 
-    def beside(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
-        """All choices have one prompt."""
-        told = {"prompt_logprobs": prompt_logprobs(self._word, answers[0].prompt_logprobs)} if self._told else {}
-        return {**told, **self.before_all()}
+    def extra_fields(self, answers: Mapping[int, Delta]) -> dict[str, Any]:
+        """All choices share one prompt."""
+        extra = {"prompt_logprobs": prompt_logprobs(self._word, answers[0].prompt_logprobs)} if self._with_prompt_logprobs else {}
+        return {**extra, **self.first_fields()}
 
     def usage(self) -> dict[str, int]:
-        """How many of the tokens so far, of all choices, are reasoning."""
+        """The number of reasoning tokens so far, over all choices."""
         return {"reasoning_tokens": sum(each.thoughts for each in self._counters.values())}
 
-    def said(self, index: int, delta: Delta) -> Piece:
-        """What a delta adds to an answer. Each delta is asked for once, here or as a part of the wire."""
+    def parse(self, index: int, delta: Delta) -> Piece:
+        """Parses a delta into what it adds to the answer. Pass each delta once."""
         if index not in self._parsers:
             self._begin(index)
         parser = self._parsers[index]
@@ -201,13 +199,13 @@ class ChatForm:
         ids = {} if self._prompt is None else {"token_ids": list(delta.tokens)}
         finish = delta.finish.value if delta.finish is not None else None
         calls = self._calls.get(index) and not self._named and not self.in_call(index)
-        if delta.finish is Finish.STOP and calls:  # as OpenAI has it
+        if delta.finish is Finish.STOP and calls:  # as OpenAI does
             finish = "tool_calls"
         return {"logprobs": logprobs, "finish_reason": finish, "stop_reason": delta.stop_reason, **ids}
 
 
 def _call(call: Call) -> dict[str, Any]:
-    """A call, or more arguments of one that was told before."""
+    """A call, or more arguments of the last one."""
     if call.name is None:
         return {"function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

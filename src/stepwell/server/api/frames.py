@@ -1,10 +1,11 @@
-"""Grammars for answers in the form that the model was taught: what stands around arguments of calls, or around an answer.
+"""Grammars in the format that the model was trained on: the text around the arguments of calls, or around an answer.
 
     hermes     <tool_call>\\n{"name": "f", "arguments": ARGUMENTS}\\n</tool_call>
     harmony    (<|channel|>analysis<|message|>TEXT<|end|><|start|>assistant)* <|channel|>final<|message|>ANSWER
 
-Such answers are parsed like free ones, and look in the next prompt as the model wrote them, so that the cache has them. Markers
-that are one token of the vocabulary must be written as that token. Forms whose arguments are no JSON have no frame here.
+Such answers are parsed like unconstrained ones, and the next prompt contains them as the model wrote them, so that the cache
+hits. Markers that are one token of the vocabulary must be written as that token. Formats whose arguments are not JSON have no
+frame.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from dataclasses import dataclass
 from stepwell.engine.requests.guided import Grammar, Kind
 from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
+from stepwell.server.api.grammars import MOST_CALLS, ToolChoice, parameters_grammar
 from stepwell.server.api.parsing.formats import HARMONY, markers_of
-from stepwell.server.api.tool_choice import MOST_CALLS, ToolChoice, parameters_grammar
 from stepwell.server.served import Served
 
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -30,7 +31,7 @@ _TEXT = "TEXT: /(.|\\n)*/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """What is written around calls. NAME and ARGUMENTS stand for themselves in `call`, NUMBER for any number."""
+    """The text around calls. In `call`, NAME and ARGUMENTS are placeholders, and NUMBER stands for any number."""
 
     call: str
     before: str = ""
@@ -39,7 +40,7 @@ class CallForm:
     most: int = MOST_CALLS
 
 
-# By parser and what stands in the chat template; the first counts. None: arguments are no JSON there.
+# By parser and a text of the chat template; the first match counts. None: the arguments are not JSON.
 _FORMS: Sequence[tuple[str, str, CallForm | None]] = (
     ("hermes", "<function=", None),
     ("hermes", "", CallForm(call='<tool_call>\n{"name": "NAME", "arguments": ARGUMENTS}\n</tool_call>', between="\n")),
@@ -68,7 +69,7 @@ _FORMS: Sequence[tuple[str, str, CallForm | None]] = (
 
 
 def is_framed(served: Served, body: ChatBody, choice: ToolChoice) -> bool:
-    """Whether an answer that follows a grammar is written in the model's own form, and parsed like a free one."""
+    """Whether an answer that follows a grammar has the model's own format, and is parsed like an unconstrained one."""
     if served.text is None or body.continue_final_message or body.add_generation_prompt is False:
         return False
     if choice.is_forced:
@@ -77,9 +78,9 @@ def is_framed(served: Served, body: ChatBody, choice: ToolChoice) -> bool:
 
 
 def forced_calls(served: Served, choice: ToolChoice, *, several: bool) -> Grammar:
-    """Calls in the model's own form, behind what it may think where the form has that. Raises ApiError."""
+    """Calls in the model's own format, after reasoning if the format has it. Raises ApiError."""
     form = _call_form(served, choice)
-    assert form is not None and served.text is not None, "whoever asks knows that there is one"
+    assert form is not None and served.text is not None, "is_framed was false"
     write = _Lark(served.text, markers_of(served.tool_parser, served.reasoning_parser))
     functions = [tool["function"] for tool in choice.callable]
     calls = [f"c{at}: " + write(written_call(form, each["name"], f"p{at}")) for at, each in enumerate(functions)]
@@ -92,8 +93,8 @@ def forced_calls(served: Served, choice: ToolChoice, *, several: bool) -> Gramma
 
 
 def behind_thoughts(served: Served, grammar: Grammar) -> Grammar:
-    """An answer of gpt-oss that follows a grammar, in the channel for it, behind those in which it thinks."""
-    assert served.text is not None, "whoever asks knows that there is one"
+    """An answer of gpt-oss that follows a grammar, in the final channel, after the channels for reasoning."""
+    assert served.text is not None, "is_framed was false"
     write = _Lark(served.text, markers_of(None, HARMONY))
     return _framed([f"start: thought* {write(_FINAL)}"], {"answer": grammar}, write)
 
@@ -119,20 +120,20 @@ def _knows_harmony(text: Text) -> bool:
 
 
 def _lead(served: Served) -> str:
-    """What may stand before calls: thoughts, or lines between those and the calls."""
+    """What may precede calls: reasoning, or empty lines after it."""
     if served.reasoning_parser == HARMONY:
         return "thought*"
     return "" if served.reasoning_parser is None else r"(/\n{1,2}/)?"
 
 
 def written_call(form: CallForm, name: str, part: str) -> str:
-    """With what is no text between zeros. All at once, for a tool may be named NUMBER."""
+    """Fills in the placeholders, with non-text between NULs. One pass, because a tool may be named NUMBER."""
     written = {"NAME": name, "ARGUMENTS": f"\0@{part}\0", "NUMBER": "\0/[0-9]{1,4}/\0"}
     return _STANDS_FOR.sub(lambda found: written[found.group()], form.call)
 
 
 class _Lark:
-    """Writes text as Lark: markers that are one token as that token, the rest in quotes, what stands between zeros as it is."""
+    """Writes text as Lark: single-token markers as tokens, other text quoted, parts between NULs unchanged."""
 
     def __init__(self, text: Text, markers: Sequence[str]) -> None:
         found = {marker: text.encode(marker, special=False) for marker in markers}

@@ -1,10 +1,11 @@
-"""From the bytes of a request to asks for the engine: OpenAI's fields, and ours beside them. Asks the engine nothing.
+"""From the bytes of a request to asks for the engine.
 
-Small bodies are parsed at once. What is in a large one is counted first, on a thread: the parser holds the interpreter, and with
-it every stream, for as long as it runs (13 s for 32 MB of short lists), so more than a request can use is refused before.
+Small bodies are parsed at once. The values of a large one are counted first, on a thread: the parser holds the interpreter lock,
+and with it all streams, for as long as it runs (13 s for 32 MB of short lists), so a body with more values than a request can use
+is refused before.
 
-Types and ranges are checked. A few unknown fields are ignored, because clients send more every year, and the log names each once.
-Fields that would change an answer in a way this server cannot are refused, unless they ask for what happens anyway.
+Types and ranges are checked. Unknown fields are ignored, because clients send more of them every year; the log names each one
+once. Fields that would change an answer in an unsupported way are refused, unless they ask for the default.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.meters import Clock
 from stepwell.engine.requests.guided import Guide
 from stepwell.engine.requests.request import SEEDS, Ask, Sampling
-from stepwell.server.access.principals import Principal
-from stepwell.server.api.bodies import Asked
+from stepwell.server.access.tenants import Principal
+from stepwell.server.api.bodies import GenerationBody
 from stepwell.server.errors import ApiError, of_problems
 from stepwell.server.served import LARGE_BYTES, Served
 
@@ -33,10 +34,10 @@ log = logging.getLogger(__name__)
 
 _ASK_OPERATOR = "have it raised in the server's tenants file"
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's
-_LONG_ID = 10  # digits that no token id has
-MAX_UNKNOWN = 64  # fields of a body that are not known here
-_MOST_NAMES = 10_000  # of fields that the log has named, and clients that sent them
-_MOST_LINES = 20  # a minute, for fields that one client sends
+_LONG_ID = 10  # more digits than a token id has
+MAX_UNKNOWN = 64  # unknown fields of a body
+_MOST_NAMES = 10_000  # logged field names, and clients, that are remembered
+_MOST_LINES = 20  # per minute and client
 _MINUTE_S = 60.0
 
 _ONLY_VALUES: dict[str, tuple[object, ...]] = {
@@ -81,14 +82,14 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
 }
 
 _INSTEAD = {
-    "lora_path": "this server has no adapters: leave it out",
+    "lora_path": "this server does not support adapters: leave it out",
     "max_new_tokens": "send max_tokens",
-    "sampling_params": "send its fields as fields of the body",
+    "sampling_params": "send its fields at the top level of the body",
     "tenant": "leave it out, and send the API key of the tenant whose request it is",
     "thinking_token_budget": "leave it out; max_tokens ends reasoning and answer together",
 }
 
-_CHANGE_NOTHING = frozenset(  # and need no warning: for accounts of others, or hints for speed alone
+_CHANGE_NOTHING = frozenset(  # ignored without a warning: accounting, or hints for speed
     (
         "guided_decoding_backend", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
         "request_id", "rid", "safety_identifier", "service_tier", "store", "user",
@@ -104,7 +105,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_body(served: Served, request: Request, kind: type[B]) -> tuple[B, int]:
-    """The body, and how many bytes it had. Raises ApiError."""
+    """The body and its size in bytes. Raises ApiError."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not (media.startswith("application/") and media.endswith("+json")):
         raise ApiError(400, "the body must be a JSON object sent as application/json")
@@ -117,7 +118,7 @@ async def read_body(served: Served, request: Request, kind: type[B]) -> tuple[B,
         _check_size(raw, most_values=served.max_values, most_fields=most_fields)
         return _checked(kind, raw)
 
-    return await served.aside(len(raw), read), len(raw)
+    return await served.run_in_thread(len(raw), read), len(raw)
 
 
 def _checked(kind: type[B], raw: bytes) -> B:
@@ -136,12 +137,12 @@ def _checked(kind: type[B], raw: bytes) -> B:
 
 
 def _too_many_fields() -> ApiError:
-    why = f"the body has more than {MAX_UNKNOWN} fields that are not known here: leave them out"
+    why = f"the body has more than {MAX_UNKNOWN} unknown fields: leave them out"
     return ApiError(400, why, code="too_many_fields")
 
 
 def _too_large(most: int, what: str) -> ApiError:
-    return ApiError(400, f"the body holds more than {most} {what}, which no prompt here has", code="body_too_large")
+    return ApiError(400, f"the body holds more than {most} {what}, more than any prompt here needs", code="body_too_large")
 
 
 def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
@@ -160,7 +161,7 @@ def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
             fields += depth == 1
         else:
             values += 1
-            at = _behind_string(raw, at) if kind == b'"' else at
+            at = _after_string(raw, at) if kind == b'"' else at
         if fields > most_fields:
             raise _too_many_fields()
         if values > most_values:
@@ -169,20 +170,20 @@ def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
             raise _too_large(MAX_NESTED, "lists and objects")
 
 
-def _behind_string(raw: bytes, at: int) -> int:
-    """Where the string that begins before `at` has ended. Each match is short, so that other threads can run."""
+def _after_string(raw: bytes, at: int) -> int:
+    """The position after the string that begins before `at`. Each match is short, so that other threads can run."""
     while (part := _IN_STRING.match(raw, at)) is not None and not part.group(1) and part.end() > at:
         at = part.end()
     return at if part is None else part.end()
 
 
-# ---- what is asked ------------------------------------------------------------------------------
+# ---- fields ------------------------------------------------------------------------------
 
 
-class Unknown:
-    """Names once in the log each field of bodies that is not known. For the event loop's thread.
+class UnknownFields:
+    """Logs each unknown field once. The event loop's thread.
 
-    A client has so many lines a minute: one that makes names up keeps no name of another client out of the log.
+    The number of lines per minute and client is limited, so that one client cannot crowd out the others.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -202,13 +203,11 @@ class Unknown:
             self._named[name] = None
             if len(self._named) > _MOST_NAMES:
                 self._named.popitem(last=False)
-            log.warning("requests have a field %r, which is not known here and is ignored", name[:80])
+            log.warning("ignoring the unknown request field %r", name[:80])
 
 
-def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown, client: str) -> None:
-    """Raises ApiError for fields that ask for another answer than this server can make, or for more than clients may. Fields
-    that are not known are noted as the client's.
-    """
+def refuse_unsupported(body: GenerationBody, principal: Principal, unknown: UnknownFields, client: str) -> None:
+    """Raises ApiError for unsupported fields, and for values beyond the client's limits. Notes unknown fields."""
     if (body.priority or 0) > principal.max_priority:
         more = f"start the server with --max-priority {body.priority}" if principal.name is None else _ASK_OPERATOR
         message = f"priority may be at most {principal.max_priority} here: leave it out, or {more}"
@@ -224,7 +223,7 @@ def refuse_unsupported(body: Asked, principal: Principal, unknown: Unknown, clie
     unknown.note([name for name in fields if name not in _ONLY_VALUES and name not in _CHANGE_NOTHING], client)
     unknown.note([f"stream_options.{name}" for name in _extra(body.stream_options)], client)
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(400, "prompt_logprobs come with whole answers: leave out stream", param="prompt_logprobs")
+        raise ApiError(400, "prompt_logprobs are not supported in streams: leave out stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
 
@@ -235,15 +234,15 @@ def _extra(given: BaseModel | None) -> Collection[str]:
 
 def must_be_within_ttl(principal: Principal, ttl_s: float | None, *, param: str) -> None:
     if not principal.within_ttl(ttl_s):
-        message = f"{param} may be at most {principal.max_ttl_s:g} here: leave it out for that, or {_ASK_OPERATOR}"
+        message = f"{param} may be at most {principal.max_ttl_s:g} here: leave it out for this value, or {_ASK_OPERATOR}"
         raise ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def sampling_of(
-    served: Served, body: Asked, *, max_tokens: int | None, logprobs: int | None,
+    served: Served, body: GenerationBody, *, max_tokens: int | None, logprobs: int | None,
     prompt_logprobs: int | None, show_special: bool = False,
 ) -> Sampling:  # fmt: skip
-    """What the body says, then what the model's makers suggest, then OpenAI's defaults. Raises ApiError."""
+    """Settings from the body, else the model's defaults, else OpenAI's. Raises ApiError."""
     defaults = served.defaults
     top_k = body.top_k if body.top_k is not None else int(defaults.get("top_k", 0))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -268,16 +267,16 @@ def sampling_of(
             prompt_logprobs=prompt_logprobs,
             show_special=show_special or body.skip_special_tokens is False,
         )
-    except ConfigError as error:  # which begins with the field's name
+    except ConfigError as error:  # its message begins with the field's name
         name = str(error).partition(" ")[0]
         raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from None
 
 
 def asks_of(
-    body: Asked, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float, hints: tuple[int, ...] = (),
-    guide: Guide | None = None,
+    body: GenerationBody, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float,
+    hints: tuple[int, ...] = (), guide: Guide | None = None,
 ) -> list[Ask]:  # fmt: skip
-    """One for each choice wanted of a prompt. With a seed each gets its own, so that they differ and repeat."""
+    """One ask per choice of a prompt. With a seed, each choice gets its own, so that choices differ and are reproducible."""
     first = Ask(
         tokens=tokens,
         sampling=sampling,
@@ -297,9 +296,9 @@ def asks_of(
 
 
 def _biases(given: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
-    """Token ids are the names of an object's fields, so they come as text."""
+    """Token ids arrive as text, because they are names of an object's fields."""
     if not all(token.isascii() and token.isdecimal() and len(token) < _LONG_ID for token in given):
-        raise ApiError(400, 'logit_bias must have token ids for names, as in {"42": -100}', param="logit_bias")
+        raise ApiError(400, 'logit_bias must map token ids to numbers, as in {"42": -100}', param="logit_bias")
     return tuple((int(token), bias) for token, bias in given.items())
 
 

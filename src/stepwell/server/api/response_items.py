@@ -1,7 +1,7 @@
-"""Items of `/v1/responses`: what a conversation is made of on the way in, and what an answer is made of on the way out.
+"""Items of `/v1/responses`: parts of a conversation in the input, parts of an answer in the output.
 
-in     message, reasoning, function_call, function_call_output      as messages of a chat
-out    message, reasoning, function_call                            as they grow, with the events that tell of them
+in     message, reasoning, function_call, function_call_output      become messages of a chat
+out    message, reasoning, function_call                            grow with the answer, with an event for each change
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from stepwell.server.api.parsing.pieces import Call, Piece, id_of, parts_of
 from stepwell.server.errors import ApiError
 
 Item = dict[str, Any]
-Event = tuple[str, dict[str, Any]]  # its type, and what else is in it
+Event = tuple[str, dict[str, Any]]  # type and content
 _OF_MESSAGES = ("role", "content")
 _KINDS = "message, reasoning, function_call or function_call_output"
-_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # items that have a text, and how it is called
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}  # items with text, and the type of that text
 
 
 # ---- in -----------------------------------------------------------------------------------------
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """A conversation's items as messages of a chat. Raises ApiError.
+    """Converts the items of a conversation to messages of a chat. Raises ApiError.
 
-    Calls belong to the assistant's message before them. Reasoning belongs to what the assistant says or calls behind it; where
-    nothing of that kind follows, it is dropped.
+    Calls belong to the assistant's message before them. Reasoning belongs to the assistant's text or calls after it, and is
+    dropped if there are none.
     """
     messages: list[Item] = []
     names: dict[object, object] = {}  # of tools, by call
@@ -56,7 +56,7 @@ def messages_of(items: Sequence[Mapping[str, Any]]) -> list[Item]:
 
 
 def _reasoning(number: int, item: Mapping[str, Any]) -> str:
-    """What was thought, as it was told; summaries and what is encrypted say nothing here."""
+    """The text of a reasoning item. Summaries and encrypted content are ignored."""
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
         raise ApiError(400, f"input[{number}]: the content of reasoning must be parts with a text", param="input")
@@ -64,7 +64,7 @@ def _reasoning(number: int, item: Mapping[str, Any]) -> str:
 
 
 def _calling(messages: list[Item]) -> list[Item]:
-    """The calls of the assistant's message at the end, which is made where there is none."""
+    """The calls of the last message, which is created if it is not the assistant's."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append({"role": "assistant", "content": ""})
     calls: list[Item] = messages[-1].setdefault("tool_calls", [])
@@ -84,7 +84,7 @@ def _text(number: int, item: Mapping[str, Any], name: str) -> str:
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]] | None) -> list[Item] | None:
-    """Functions as chats name them: there each stands in an object of its own. Raises ApiError."""
+    """Functions in the format of chats, nested one level deeper. Raises ApiError."""
     for number, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
             message = f"tools[{number}]: only tools of type function are supported, got {tool.get('type')!r:.80}"
@@ -93,7 +93,7 @@ def tools_of(tools: Sequence[Mapping[str, Any]] | None) -> list[Item] | None:
 
 
 def choice_of(choice: Any) -> Any:
-    """`tool_choice` as chats name it."""
+    """`tool_choice` in the format of chats."""
     is_named = isinstance(choice, Mapping) and choice.get("type") == "function"
     return {"type": "function", "function": _without_type(choice)} if is_named else choice
 
@@ -106,16 +106,18 @@ def _without_type(given: Mapping[str, Any]) -> Item:
 
 
 class Output:
-    """An answer's items. One is open at a time, the last: text goes into a message, reasoning apart, each call is an item."""
+    """The items of an answer. Only the last one is open. Text goes into messages, reasoning into items of its own; each call is
+    an item.
+    """
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._open: Item | None = None
-        self._is_whole = True  # unless that is a call whose arguments have not ended
-        self._space = ""  # behind another item: no message, unless text follows
+        self._is_whole = True  # false for a call with incomplete arguments
+        self._space = ""  # whitespace after another item: starts a message only if text follows
 
     def push(self, piece: Piece) -> list[Event]:
-        """More of an answer, in the order in which it came, so that whole answers have the items of streams."""
+        """Adds a piece in the order of arrival, so that whole responses have the same items as streams."""
         events: list[Event] = []
         for part in parts_of(piece):
             if isinstance(part, Call):
@@ -126,7 +128,7 @@ class Output:
         return events
 
     def finish(self, status: str) -> list[Event]:
-        """No more comes. An answer that has nothing is a message without text."""
+        """Ends the output. An empty answer is a message without text."""
         events = [] if self.items else self._begin("message")
         return events + self._close(status)
 
@@ -139,8 +141,8 @@ class Output:
         return {**self._place, "content_index": 0}
 
     def _call(self, call: Call) -> list[Event]:
-        """A call, or more arguments of the one that is open."""
-        events = [] if call.name is None else self._enter(_called(id_of(call), call.name))
+        """A call, or more arguments of the open one."""
+        events = [] if call.name is None else self._enter(_call_item(id_of(call), call.name))
         self._space, self._is_whole = "", call.ends
         if call.arguments:
             self.items[-1]["arguments"] += call.arguments
@@ -155,18 +157,18 @@ class Output:
         return self._add("message", text)
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """More text of the item of that type, which is begun unless it is the one that is open."""
+        """Adds text to an item of this type, opening one if needed."""
         if not text:
             return []
         events = [] if self._is_open(kind) else self._begin(kind)
         self.items[-1]["content"][0]["text"] += text
-        return [*events, (f"response.{_TEXTS[kind]}.delta", {**self._inside, "delta": text, **_beside(kind)})]
+        return [*events, (f"response.{_TEXTS[kind]}.delta", {**self._inside, "delta": text, **_logprobs_field(kind)})]
 
     def _is_open(self, kind: str) -> bool:
         return self._open is not None and self._open["type"] == kind
 
     def _begin(self, kind: str) -> list[Event]:
-        events = self._enter(_said() if kind == "message" else _thought())
+        events = self._enter(_message_item() if kind == "message" else _reasoning_item())
         events.append(("response.content_part.added", {**self._inside, "part": _part(kind)}))
         self.items[-1]["content"] = [_part(kind)]
         return events
@@ -185,32 +187,32 @@ class Output:
         if (kind := item["type"]) in _TEXTS:
             part = item["content"][0]
             events: list[Event] = [
-                (f"response.{_TEXTS[kind]}.done", {**self._inside, "text": part["text"], **_beside(kind)}),
+                (f"response.{_TEXTS[kind]}.done", {**self._inside, "text": part["text"], **_logprobs_field(kind)}),
                 ("response.content_part.done", {**self._inside, "part": part}),
             ]
         else:
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            events = [("response.function_call_arguments.done", {**self._place, **told})]
+            extra = {"name": item["name"], "arguments": item["arguments"]}
+            events = [("response.function_call_arguments.done", {**self._place, **extra})]
         return [*events, ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})]
 
 
-def _said() -> Item:
+def _message_item() -> Item:
     return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
 
 
-def _thought() -> Item:
+def _reasoning_item() -> Item:
     return {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
 
 
-def _called(call_id: str, name: str) -> Item:
+def _call_item(call_id: str, name: str) -> Item:
     id = f"fc_{uuid.uuid4().hex}"
     return {"id": id, "type": "function_call", "status": "in_progress", "call_id": call_id, "name": name, "arguments": ""}
 
 
 def _part(kind: str) -> dict[str, Any]:
-    return {"type": _TEXTS[kind], "text": "", **({"annotations": []} if kind == "message" else {}), **_beside(kind)}
+    return {"type": _TEXTS[kind], "text": "", **({"annotations": []} if kind == "message" else {}), **_logprobs_field(kind)}
 
 
-def _beside(kind: str) -> dict[str, Any]:
-    """What events and parts of a message have beside its text."""
+def _logprobs_field(kind: str) -> dict[str, Any]:
+    """Additional fields of a message's events and parts."""
     return {"logprobs": []} if kind == "message" else {}

@@ -1,8 +1,8 @@
-"""`/v1/responses` for plain use: text and calls of functions, whole or streamed. A chat in other words, and asked as one.
+"""`/v1/responses`: text and function calls, whole or streamed, translated to a chat.
 
-Nothing is kept on the server, so that a response cannot be fetched or gone on from later. What would need that is refused, and so
-are tools that a server runs. Reasoning that a model sets apart is an item of its own. Fields that ask for more of what never
-comes, as a summary of reasoning or results of such tools, are taken, and the response says what holds.
+Nothing is stored on the server, so a response cannot be fetched or continued later; fields that need that are refused, and so are
+tools that the server would run. Reasoning is an item of its own. Fields that ask for parts no response here has, such as a
+summary of reasoning, are accepted, and the response reports what applies.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field, ValidationError
 
 from stepwell.engine.requests.request import Delta, Finish, Sampling
-from stepwell.server.access.door import arrived_s, asking, client_of, principal_of
+from stepwell.server.access.admission import arrived_s, client_of, principal_of, require_key
 from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Body, ChatBody
 from stepwell.server.api.chat import chat_asks
 from stepwell.server.api.chat_form import ChatForm, chat_form
-from stepwell.server.api.replies import made_aside
-from stepwell.server.api.requests import Unknown, read_body, refuse_unsupported
+from stepwell.server.api.replies import make_in_thread
+from stepwell.server.api.requests import UnknownFields, read_body, refuse_unsupported
 from stepwell.server.api.response_items import Event, Output, choice_of, messages_of, tools_of
 from stepwell.server.errors import CLIENT_CLOSED, ApiError, of_problems
 from stepwell.server.served import Served
@@ -44,47 +44,47 @@ _ONLY_VALUES: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "prompt_logprobs": (),
-    "response_format": (),  # here it is `text`
+    "response_format": (),  # the field is `text` here
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "top_logprobs": (0,),
 }
-_KEPT_NOWHERE = "responses are not kept here: leave it out, and send the whole conversation as input"
+_KEPT_NOWHERE = "responses are not stored here: leave it out, and send the whole conversation as input"
 _INSTEAD = {"previous_response_id": _KEPT_NOWHERE, "conversation": _KEPT_NOWHERE}
 _PLAIN = {"format": {"type": "text"}}
-_FROM = {  # fields of a chat, and what they are made of
+_FROM = {  # fields of a chat, and the fields they come from
     "messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
 }  # fmt: skip
 _OF_CHATS = re.compile(rf"({'|'.join(_FROM)})\b(\[\d+\])?")
-# Fields of objects, with the values that they may have: what happens anyway, or never.
-_SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is told as it is
+# Fields of objects with the values they may have: defaults, or values without effect.
+_SUMMARY = ("auto", "concise", "detailed")  # of reasoning, which is returned in full
 _OF_REASONING: Mapping[str, tuple[object, ...]] = {
     "summary": _SUMMARY, "generate_summary": _SUMMARY, "context": ("auto",), "mode": ("standard",),
 }  # fmt: skip
 _OF_TEXT: Mapping[str, tuple[object, ...]] = {"verbosity": ("medium",)}
 _OF_STREAMS: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,), "include_usage": (True, False)}
-Includable = Literal[  # parts of items that no answer here has
+Includable = Literal[  # parts of items that no response here has
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
     "message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs",
 ]  # fmt: skip
 
 
 class ResponsesBody(Body):
-    """Other fields are those of chats: sampling, and ours for the cache."""
+    """Other fields are those of chats: sampling and cache."""
 
     model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    text: dict[str, Any] | None = None  # its format; `verbosity` may only be what it is anyway
+    text: dict[str, Any] | None = None  # format and verbosity
     tools: list[dict[str, Any]] | None = Field(None, fail_fast=True)
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)  # told again, and used for nothing
+    metadata: dict[str, str] | None = Field(None, max_length=16)  # returned unchanged
     include: list[Includable] | None = Field(None, fail_fast=True)
-    store: bool | None = None  # nothing is kept, and the response says so
-    truncation: Literal["auto", "disabled"] | None = None  # what is too long is refused, and never cut
-    max_tool_calls: int | None = Field(None, ge=1)  # of tools that a server runs: there are none
+    store: bool | None = None  # ignored: the response has false
+    truncation: Literal["auto", "disabled"] | None = None  # a prompt that is too long is refused, never cut
+    max_tool_calls: int | None = Field(None, ge=1)  # of server-side tools: there are none
     stream_options: dict[str, Any] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = None
@@ -93,19 +93,19 @@ class ResponsesBody(Body):
 
 
 def responses_router(served: Served) -> APIRouter:
-    router, unknown = APIRouter(dependencies=[asking(served.principals)]), Unknown(served.clock)
+    router, unknown = APIRouter(dependencies=[require_key(served.principals)]), UnknownFields(served.clock)
 
     @router.post("/v1/responses")
     async def responses(request: Request) -> Response:
         """Answers a conversation, as OpenAI's Responses API does. Nothing is kept."""
         body, size_bytes = await read_body(served, request, ResponsesBody)
-        model, chat, principal = served.called(body.model), _chat(body), principal_of(request)
-        with _naming_fields():
+        model, chat, principal = served.response_name(body.model), _chat(body), principal_of(request)
+        with _response_field_names():
             refuse_unsupported(chat, principal, unknown, client_of(request))
-            asks = await made_aside(
+            asks = await make_in_thread(
                 served, chat, size_bytes, principal, lambda: chat_asks(served, chat, principal, arrived_s(request))
             )
-            form = await served.aside(size_bytes, lambda: chat_form(served, chat, asks))
+            form = await served.run_in_thread(size_bytes, lambda: chat_form(served, chat, asks))
         made = _Made(body, model, asks[0].sampling)
         answers = Answers(served, asks, id=made.id, request=request)
         await answers.begin()
@@ -120,29 +120,29 @@ def responses_router(served: Served) -> APIRouter:
 
 
 @contextmanager
-def _naming_fields() -> Iterator[None]:
-    """Errors of a chat name the field that its part of a response stands in. Items of the input are counted otherwise there."""
+def _response_field_names() -> Iterator[None]:
+    """Renames fields in errors of the chat to the fields of the response body."""
     try:
         yield
     except ApiError as error:
         named = _OF_CHATS.match(str(error))
-        told = str(error) if named is None else _FROM[named[1]] + str(error)[named.end() :]
+        message = str(error) if named is None else _FROM[named[1]] + str(error)[named.end() :]
         raise ApiError(
-            error.status, told, type=error.type, param=_FROM.get(error.param or "", error.param), code=error.code
+            error.status, message, type=error.type, param=_FROM.get(error.param or "", error.param), code=error.code
         ) from None
 
 
 def _chat(body: ResponsesBody) -> ChatBody:
-    """The same as a chat. Raises ApiError for what only kept responses have."""
+    """The body as a chat. Raises ApiError for fields that need stored responses."""
     more = dict(body.model_extra or {})
     for name, values in _ONLY_VALUES.items():
         value = more.pop(name, None)
         if value is not None and value not in values:
-            why = _INSTEAD.get(name, "it is not supported with these values here")
+            why = _INSTEAD.get(name, "this value is not supported")
             raise ApiError(400, f"{name}: {why}", param=name, code="unsupported_parameter")
-    _must_be_usual("reasoning", body.reasoning, _OF_REASONING, beside="effort")
-    _must_be_usual("text", body.text, _OF_TEXT, beside="format")
-    _must_be_usual("stream_options", body.stream_options, _OF_STREAMS)
+    _require_usual_values("reasoning", body.reasoning, _OF_REASONING, except_field="effort")
+    _require_usual_values("text", body.text, _OF_TEXT, except_field="format")
+    _require_usual_values("stream_options", body.stream_options, _OF_STREAMS)
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     if not items:
@@ -162,27 +162,27 @@ def _chat(body: ResponsesBody) -> ChatBody:
         "parallel_tool_calls": body.parallel_tool_calls,
         "reasoning_effort": (body.reasoning or {}).get("effort"),
     }
-    with _naming_fields():
+    with _response_field_names():
         try:
             return ChatBody.model_validate(fields)
         except ValidationError as error:
             raise of_problems(error.errors(include_url=False, include_input=False)) from None
 
 
-def _must_be_usual(
-    name: str, given: Mapping[str, Any] | None, usual: Mapping[str, tuple[object, ...]], beside: str | None = None
+def _require_usual_values(
+    name: str, given: Mapping[str, Any] | None, usual: Mapping[str, tuple[object, ...]], except_field: str | None = None
 ) -> None:
-    """Raises ApiError for fields of an object that ask for something else than what happens; not for the one that `beside` is."""
+    """Raises ApiError for fields of an object with other than their usual values, except for `except_field`."""
     for field, value in (given or {}).items():
-        if field == beside or value is None or value in usual.get(field, ()):
+        if field == except_field or value is None or value in usual.get(field, ()):
             continue
         may = " or ".join(repr(each) for each in usual.get(field, ()))
-        what = f"it may only be {may}" if may else "it is not known here: leave it out"
+        what = f"it may only be {may}" if may else "it is unknown: leave it out"
         raise ApiError(400, f"{name}.{field:.80} is not supported; {what}", param=name, code="unsupported_parameter")
 
 
 def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """As chats name it: there a schema stands in an object of its own. Raises ApiError."""
+    """The format as chats name it, where a schema is nested one level deeper. Raises ApiError."""
     wanted = text.get("format")
     if not (wanted is None or isinstance(wanted, Mapping)):
         raise ApiError(400, 'text.format must be {"type": ...}', param="text", code="unsupported_parameter")
@@ -194,7 +194,7 @@ def _format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _told(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What holds of `text`: fields that are null are as if they were not there."""
+    """`text` with defaults. Null fields count as missing."""
     return {**_PLAIN, **{name: each for name, each in text.items() if each is not None}}
 
 
@@ -225,8 +225,8 @@ class _Made:
         }
 
     def push(self, form: ChatForm, index: int, delta: Delta) -> list[Event]:
-        """What a delta adds to the output; at the end of the answer, how its last item ended."""
-        events = self._output.push(form.said(index, delta))
+        """The events of a delta; with the last one, those that end the output."""
+        events = self._output.push(form.parse(index, delta))
         if delta.finish is None:
             return events
         return events + self._output.finish(_status(delta.finish))
@@ -254,13 +254,13 @@ def _status(finish: Finish | None) -> str:
 
 
 def _whole(made: _Made, form: ChatForm, answer: Delta, answers: Answers) -> Response:
-    """On a thread: a long answer takes its time to parse."""
+    """Runs on a thread: parsing a long answer is slow."""
     made.push(form, 0, answer)
     return Response(_json(made.ended(answer.finish, answers.usage(1, form.usage()))), media_type="application/json")
 
 
 async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterator[str]:
-    """Events in the order in which OpenAI sends them: the response, its items with their parts one by one, and its end."""
+    """Events in OpenAI's order: the response, its items with their parts, and its end."""
     numbers = count()
 
     def written(events: Iterable[Event]) -> str:
@@ -273,7 +273,7 @@ async def _events(answers: Answers, form: ChatForm, made: _Made) -> AsyncIterato
             finish = delta.finish
             if events := made.push(form, index, delta):
                 yield written(events)
-    except ApiError as error:  # the status is long out
+    except ApiError as error:  # the status was already sent
         yield written([("error", {name: error.body()["error"][name] for name in ("message", "code", "param")})])
         return
     last = made.ended(finish, answers.usage(1, form.usage()))
@@ -285,5 +285,5 @@ def _event(kind: str, number: int, content: Mapping[str, Any]) -> str:
 
 
 def _json(content: Mapping[str, Any]) -> str:
-    """In ASCII: what clients sent and are told again may hold half characters, which have no other form."""
+    """ASCII, because fields returned to the client may contain lone surrogates."""
     return json.dumps(content, separators=(",", ":"))

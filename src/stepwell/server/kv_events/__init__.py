@@ -1,1 +1,1 @@
-"""What is cached here, told to routers as vLLM tells it: `blocks` translates, `publisher` carries, `zmq_socket` sends."""
+"""Cache events for routers in vLLM's format: `blocks` translates, `publisher` queues, `zmq_socket` sends."""

@@ -1,33 +1,70 @@
-"""A cache's feed as messages to routers: which blocks to believe in, so that a prompt that has them can be resumed there.
+"""Translates a cache's feed into messages for routers: which blocks are cached, so that a prompt with those blocks can be resumed
+here.
 
     pages        0 ... 1 ... 2 ... 3 ... 4 ... 5 ... 6
     in memory    x     x     x     x     x     x     x
     checkpoint               o           o
-    told         x     x     x     x     x                  5 and 6 lead to no restore point: told when a checkpoint comes
+    published    x     x     x     x     x                  5 and 6 lead to no restore point: published when a checkpoint comes
 
-A page is told of while its whole path can be read, in any tier, and a restore point stands on it or below it. Models whose prefix
-pages are enough have a restore point on every page, or on every page of a period. When a checkpoint goes, the pages behind the
-restore point before it are told as removed, though they are still there; they are told again when another comes.
+A page is published while its whole path can be read, in any tier, and there is a restore point on it or below it. Models that
+need only prefix pages have a restore point on every page, or every page of a period. When a checkpoint is evicted, the pages
+behind the previous restore point are published as removed although they are still cached; another checkpoint publishes them
+again.
 
-What messages cannot say: a prompt that leaves a told path between two restore points has the blocks up to where it leaves, and
-resumes at the restore point before. So a router may believe too much of it, by less than the distance of the two.
+Messages cannot express one case: a prompt that leaves a published path between two restore points has the blocks up to there, but
+resumes at the earlier restore point. A router may then overestimate the hit by less than the distance of two restore points.
 
-Pure: events in, messages out. Keeps the tokens of pages, since a page may be told long after it was stored, and decides nothing
-about the cache. One thread at a time.
+Pure: events in, messages out. Keeps the tokens of pages, because a page may be published long after it was stored. One thread.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from typing import TypeAlias
 
 from stepwell.base.ids import Tier
 from stepwell.base.prompt import TOKEN_BYTES, PageKey
 from stepwell.base.spec import ModelSpec
-from stepwell.server.kv_events.messages import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, Message, block_hash
 from stepwell.tree.feed import MOST_IN_STORE, CacheEvent, EventKind
+
+MEDIA = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORE: "STORAGE"}
+_HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStored:
+    """A chain of blocks that lead to a restore point."""
+
+    hashes: tuple[int, ...]
+    parent: int | None  # the hash of the block before them; None at the beginning of a prompt
+    tokens: bytes  # of all of them, packed (`base/prompt.py`)
+    block_tokens: int
+    medium: str
+    salt: str | None  # of requests that can use these blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRemoved:
+    hashes: tuple[int, ...]
+    medium: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllBlocksCleared:
+    """Invalidates everything published before."""
+
+
+Message: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def block_hash(key: PageKey) -> int:
+    """The low 64 bits of a page's key, as vLLM shortens its own."""
+    return int.from_bytes(key[-_HASH_BYTES:], "big")
+
 
 MOST_BLOCKS = 1024  # in one message
 _BITS = {tier: 1 << tier for tier in MEDIA}
@@ -37,48 +74,48 @@ _number = attrgetter("number")
 
 
 class _Page:
-    """One page that is cached, or that one stands on which is. `tiers` and `told` are sets of tiers, as bits."""
+    """A page that is cached, or has a cached descendant. `tiers` and `published` are bit sets of tiers."""
 
-    __slots__ = ("children", "key", "live", "num_live", "number", "parent", "salt", "tiers", "tokens", "told", "visible")
+    __slots__ = ("children", "key", "live", "num_live", "number", "parent", "published", "salt", "tiers", "tokens", "visible")
 
     def __init__(self, key: PageKey, number: int) -> None:
         self.key, self.number = key, number
-        self.parent: _Page | None = None  # also while it is not known yet
+        self.parent: _Page | None = None  # also while unknown
         self.children: dict[PageKey, _Page] = {}
         self.tokens = b""
-        self.salt: str | None = None  # known of first pages, and of those that are visible
-        self.tiers = self.told = 0
-        self.num_live = 0  # children that are
-        self.live = False  # it is there, and a restore point on it or below it can be reached from it
-        self.visible = False  # live, and so is its whole path
+        self.salt: str | None = None  # of first pages and visible pages
+        self.tiers = self.published = 0
+        self.num_live = 0  # live children
+        self.live = False  # cached, with a restore point on it or below it
+        self.visible = False  # live with its whole path
 
 
 class BlockTranslator:
-    """Follows one cache. `salts` says for the digest of a namespace which salt its requests have."""
+    """Follows one cache. `salts` maps the digest of a namespace to the salt of its requests."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self._page_tokens, self._free_step = spec.page_tokens, spec.free_step
         self._pages: dict[PageKey, _Page] = {}
         self._checkpoints: dict[PageKey, int] = {}  # by the key of the last page before them: the tiers they are in
-        self._in_store: OrderedDict[tuple[bool, PageKey], None] = OrderedDict()  # as the feed remembers it, or less
+        self._in_store: OrderedDict[tuple[bool, PageKey], None] = OrderedDict()  # what the feed remembers, or less
         self._touched: dict[PageKey, _Page] = {}  # since messages were last made
 
     def translate(self, events: Iterable[CacheEvent], salts: Mapping[PageKey, str | None]) -> list[Message]:
-        """What events since the last call come to, all together: removals first, then what is new, parents before children."""
+        """The combined effect of the events since the last call: removals first, then new blocks, parents before children."""
         for event in events:
             if event.tier is Tier.STORE:
-                self._hear_store(event)
+                self._store_changed(event)
             elif event.kind is EventKind.PAGES_STORED:
                 self._pages_stored(event, salts)
             else:
                 for key in event.keys:
                     self._change(key, event.tier, pages=event.kind in _OF_PAGES, stored=event.kind in _STORED)
         messages = self._messages()
-        self._forget_touched()
+        self._drop_unused_pages()
         return messages
 
     def start_over(self, events: Iterable[CacheEvent], salts: Mapping[PageKey, str | None]) -> list[Message]:
-        """Forgets everything, and goes on from what is cached now. What was in a store alone is not told of any more."""
+        """Clears everything, and continues with what is cached now. Pages that are only in a store are not published again."""
         for each in (self._pages, self._checkpoints, self._in_store, self._touched):
             each.clear()
         return [AllBlocksCleared(), *self.translate(events, salts)]
@@ -88,7 +125,7 @@ class BlockTranslator:
         """Pages it keeps."""
         return len(self._pages)
 
-    # ---- what the feed tells ----------------------------------------------------------------------
+    # ---- events of the feed ----------------------------------------------------------------------
 
     def _pages_stored(self, event: CacheEvent, salts: Mapping[PageKey, str | None]) -> None:
         assert event.parent is not None, f"pages stored in memory have a parent: {event}"
@@ -100,14 +137,14 @@ class BlockTranslator:
                 page.parent = parent
                 parent.children[key] = page
             elif parent is None:
-                page.salt = salts.get(event.parent, event.parent.hex())  # a namespace that is gone: a salt that nobody has
+                page.salt = salts.get(event.parent, event.parent.hex())  # an unknown namespace: a salt that no request has
             page.tokens = event.tokens[at * size : (at + 1) * size]
             page.tiers |= _BITS[event.tier] | (_BITS[Tier.STORE] if (True, key) in self._in_store else 0)
             self._refresh(page)
             parent = page
 
-    def _hear_store(self, event: CacheEvent) -> None:
-        """As the feed does: the latest that were told as stored are remembered, and no others."""
+    def _store_changed(self, event: CacheEvent) -> None:
+        """Remembers the most recent pages stored in a store, as the feed does."""
         pages, stored = event.kind in _OF_PAGES, event.kind in _STORED
         for key in event.keys:
             self._in_store.pop((pages, key), None)
@@ -139,7 +176,7 @@ class BlockTranslator:
         return page
 
     def _refresh(self, page: _Page | None) -> None:
-        """A page has changed: says so to those it stands on, as far as that makes a difference to them."""
+        """Updates a changed page and those of its ancestors that are affected."""
         while page is not None:
             self._touched[page.key] = page
             live = page.tiers != 0 and (page.num_live > 0 or self._restores(page))
@@ -151,7 +188,7 @@ class BlockTranslator:
             page = page.parent
 
     def _restores(self, page: _Page) -> bool:
-        """Whether a request could resume behind this page, if its path is there."""
+        """Whether there is a restore point at the end of this page."""
         boundary = (page.number + 1) * self._page_tokens
         return page.key in self._checkpoints or (self._free_step is not None and boundary % self._free_step == 0)
 
@@ -162,16 +199,16 @@ class BlockTranslator:
         for page in sorted(changed.values(), key=_number):
             wanted = page.tiers if page.visible else 0
             for tier, bit in _BITS.items():
-                if page.told & ~wanted & bit:
+                if page.published & ~wanted & bit:
                     gone[tier].append(page)
-                elif wanted & ~page.told & bit:
+                elif wanted & ~page.published & bit:
                     new[tier].append(page)
-            page.told = wanted
+            page.published = wanted
         removed = (_removed(tier, pages[::-1]) for tier, pages in gone.items())
         return [*chain.from_iterable(removed), *self._stored(new)]
 
     def _spread(self) -> dict[PageKey, _Page]:
-        """Finds which pages are visible now and were not, or the other way round: from those that changed on down."""
+        """Finds the pages whose visibility changed, from the changed pages downwards."""
         flipped: dict[PageKey, _Page] = {}
         for changed in sorted(self._touched.values(), key=_number):
             stack = [changed]
@@ -201,8 +238,8 @@ class BlockTranslator:
                 salt=first.salt,
             )
 
-    def _forget_touched(self) -> None:
-        """Lets go of pages that are in no tier, and that nothing stands on."""
+    def _drop_unused_pages(self) -> None:
+        """Drops pages that are in no tier and have no children."""
         for touched in sorted(self._touched.values(), key=_number, reverse=True):
             page: _Page | None = touched
             while page is not None and not page.tiers and not page.children and self._pages.pop(page.key, None) is not None:
@@ -213,7 +250,7 @@ class BlockTranslator:
 
 
 def _chains(pages: Iterable[_Page]) -> list[list[_Page]]:
-    """Pages, parents before children, as runs in which each stands on the one before it."""
+    """Splits pages, sorted parents first, into runs in which each page is the child of the one before."""
     chains: list[list[_Page]] = []
     by_end: dict[PageKey, list[_Page]] = {}
     for page in pages:

@@ -1,11 +1,11 @@
-"""Carries a cache's events to a socket: taken on the engine's thread, translated and sent on one of its own.
+"""Publishes a cache's events: takes them on the engine's thread, translates and sends them on a thread of its own.
 
     engine's thread    feed --take--> queue (bounded)
     this thread                       queue --translate--> batches --> socket
 
-The engine never waits. While the queue is full, events stay with the feed, which is bounded as well and loses the oldest. Then
-everything starts over: listeners are told to forget all blocks, and what is cached by then is told anew. What goes wrong on this
-thread ends the publishing, and the server goes on. The last word, then and when the server stops, is to forget all blocks.
+The engine never waits. While the queue is full, events stay in the feed, which is bounded as well and drops the oldest. Then the
+publisher starts over: it publishes a message that clears all blocks, and then everything that is cached. An error on this thread
+ends publishing, not the server. The last message, after an error or at shutdown, clears all blocks.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from typing import Protocol
 
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.cache.facade import Cache
-from stepwell.server.kv_events.blocks import BlockTranslator
-from stepwell.server.kv_events.messages import AllBlocksCleared, Message
+from stepwell.server.kv_events.blocks import AllBlocksCleared, BlockTranslator, Message
 from stepwell.tree.feed import MOST_PAGES, CacheEvent, EventFeed
 
 log = logging.getLogger(__name__)
 
-MOST_TAKEN = 256  # what the queue holds, each what one pass of the engine changed
-BATCH_BLOCKS = 4096  # after which a batch goes out, and another begins
-POLL_S = 0.05  # between looks at whether somebody asks for old batches
+MOST_TAKEN = 256  # queue entries, each with the changes of one pass
+BATCH_BLOCKS = 4096  # per batch
+POLL_S = 0.05  # between checks for replay requests
 
 
 class EventSocket(Protocol):
     """Where batches go. One thread at a time."""
 
     def send(self, batch: Sequence[Message]) -> None:
-        """Sends to whoever listens. Never waits for them."""
+        """Sends to all listeners. Never waits for them."""
         ...
 
     def answer(self) -> None:
-        """Sends old batches to those who have asked for some. Does not wait."""
+        """Answers replay requests. Does not wait."""
         ...
 
     def close(self) -> None: ...
@@ -48,19 +47,19 @@ class EventSocket(Protocol):
 class _Taken:
     events: list[CacheEvent]
     salts: dict[PageKey, str | None]
-    from_start: bool  # they are all there is: what was told before is not to be counted on
+    from_start: bool  # everything that is cached: clear what was published before
 
 
 class EventPublisher:
-    """One cache's. `take` belongs to the engine's thread; `start` and `close` to whoever owns the server."""
+    """Publishes one cache's events. `take` belongs to the engine's thread, `start` and `close` to the server's owner."""
 
     def __init__(self, cache: Cache, socket: EventSocket, *, most_pages: int = MOST_PAGES) -> None:
         self._cache = cache
         self._socket = socket
-        self._most_pages = most_pages  # that wait with the feed
+        self._most_pages = most_pages  # limit of the feed
         self._translator = BlockTranslator(cache.spec)
         self._feed: EventFeed | None = None
-        self._lost_pages = 0  # by the feed, as far as listeners were told
+        self._lost_pages = 0  # the feed's losses that were handled
         self._queue: Queue[_Taken] = Queue(MOST_TAKEN)
         self._ending = Event()
         self._thread = Thread(target=self._run, name="stepwell-kv-events", daemon=True)
@@ -69,7 +68,7 @@ class EventPublisher:
         self._thread.start()
 
     def close(self) -> None:
-        """Sends what was taken, and a last word, and closes the socket. After the engine has stopped."""
+        """Sends what was taken and the last message, and closes the socket. Call it after the engine has stopped."""
         self._ending.set()
         if self._thread.ident is None:
             self._socket.close()
@@ -77,7 +76,7 @@ class EventPublisher:
             self._thread.join()
 
     def take(self) -> None:
-        """Passes on what happened since the last call. Never waits; on the engine's thread, after each step."""
+        """Queues the events since the last call. Never waits. On the engine's thread, after each step."""
         if self._queue.full():
             return
         if not self._thread.is_alive():
@@ -96,7 +95,9 @@ class EventPublisher:
         if not events and not from_start:
             return
         salts = {each.parent: self._salt(each.parent) for each in events if each.parent is not None and not each.first}
-        self._queue.put_nowait(_Taken(events=events, salts=salts, from_start=from_start))  # nobody else puts, and it had room
+        self._queue.put_nowait(
+            _Taken(events=events, salts=salts, from_start=from_start)
+        )  # the only producer, and the queue was not full
 
     def _stop_listening(self) -> None:
         if self._feed is not None:
@@ -105,7 +106,7 @@ class EventPublisher:
 
     def _salt(self, digest: PageKey) -> str | None:
         namespace = self._cache.namespace_of(digest)
-        return digest.hex() if namespace is None else salt_told(namespace)
+        return digest.hex() if namespace is None else published_salt(namespace)
 
     # ---- on its own thread ------------------------------------------------------------------------
 
@@ -114,12 +115,12 @@ class EventPublisher:
             while not (self._ending.is_set() and self._queue.empty()):
                 self._send_next()
                 self._socket.answer()
-        except Exception:  # the worker boundary: what routers are told is no reason to stop serving
-            log.exception("KV events have failed: no more are published until the server is started again")
+        except Exception:  # the worker boundary: serving continues without events
+            log.exception("publishing KV events failed: no more are published until the server is restarted")
         try:
             self._socket.send([AllBlocksCleared()])
         except Exception:
-            log.exception("listeners could not be told to forget what they were told")
+            log.exception("could not send the message that clears all blocks")
         finally:
             self._socket.close()
 
@@ -133,11 +134,11 @@ class EventPublisher:
             self._socket.send(batch)
 
 
-def salt_told(namespace: Namespace) -> str | None:
+def published_salt(namespace: Namespace) -> str | None:
     """The salt that a router sees in requests of a namespace.
 
-    Tenants are told apart by their keys, which it does not know. Theirs is a salt that no request has, so that nobody is believed
-    to have what another tenant's blocks hold.
+    A router does not know the keys that identify tenants. A tenant's blocks get a salt that no request has, so that the router
+    does not match them with requests of another tenant.
     """
     return namespace.salt if namespace.tenant is None else namespace.digest.hex()
 

@@ -1,11 +1,11 @@
-"""Batches of messages over ZeroMQ, in the form of vLLM 0.32's KV events. The one file that imports zmq and msgspec, when used.
+"""Batches of messages over ZeroMQ, in the format of vLLM 0.32's KV events. The only file that imports zmq and msgspec, on use.
 
     PUB      topic | sequence (8 bytes, from 0) | msgpack [time, [events], rank]           events are maps, tagged by `type`
-    ROUTER   asked:   id | "" | first sequence (8 bytes)
-             answers: id | "" | topic | sequence | batch, for each that is still kept; then sequence -1 and no batch
+    ROUTER   request: id | "" | first sequence (8 bytes)
+             reply:   id | "" | topic | sequence | batch, for each batch still kept; then sequence -1 without a batch
 
-Whoever can connect can read prompts, as token ids, and salts. So it listens on this machine alone unless told otherwise. What
-comes in on the second socket is a request of a known shape, or dropped.
+Every client that can connect can read prompts, as token ids, and salts, so the default address is on loopback. Input on the
+second socket is a request of this form, or dropped.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import TYPE_CHECKING, Any
 from stepwell.base.errors import ConfigError
 from stepwell.base.extras import install
 from stepwell.base.prompt import unpack
-from stepwell.server.kv_events.messages import BlockRemoved, BlockStored, Message
+from stepwell.server.kv_events.blocks import BlockRemoved, BlockStored, Message
 
 if TYPE_CHECKING:
     import zmq
 
-MOST_BATCHES = 10_000  # that are kept for listeners who missed some, and that wait for one who is slow
+MOST_BATCHES = 10_000  # kept for replay, and queued for a slow listener
 MOST_KEPT_BYTES = 256 << 20
-MOST_ASKED = 16  # questions for old batches that are answered in a row, before new ones are sent
+MOST_ASKED = 16  # replay requests answered before new batches are sent
 _SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(_SEQUENCE_BYTES, "big", signed=True)
 _MOST_REQUEST_BYTES = 1024
-_LINGER_MS = 200  # for the last batches to leave
+_LINGER_MS = 200  # for sending the last batches
 _ADDRESS = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.*-]+):([0-9]{1,5}|\*)|ipc://.+")
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventAddresses:
-    """Where to publish, and where to answer those who missed something (None: nowhere). Raises ConfigError."""
+    """The addresses for publishing and, optionally, for replay. Raises ConfigError."""
 
     publish: str
     replay: str | None = None
@@ -47,19 +47,19 @@ class EventAddresses:
     def __post_init__(self) -> None:
         for address in filter(None, (self.publish, self.replay)):
             if not _ADDRESS.fullmatch(address):
-                raise ConfigError(f"KV events go to an address like tcp://127.0.0.1:5557, got {address!r:.200}")
+                raise ConfigError(f"KV events need an address such as tcp://127.0.0.1:5557, got {address!r:.200}")
 
     @property
     def beyond_this_machine(self) -> list[str]:
-        """Those that other machines may reach."""
+        """The addresses that other machines may reach."""
         return [each for each in (self.publish, self.replay) if each is not None and not each.startswith(_LOOPBACK)]
 
 
 class ZmqEvents:
-    """An `EventSocket`. Its addresses are taken when it is made."""
+    """An `EventSocket`, bound on construction."""
 
     def __init__(self, addresses: EventAddresses) -> None:
-        """Raises ConfigError where an address cannot be had, or a package is missing."""
+        """Raises ConfigError if an address cannot be bound, or a package is missing."""
         try:
             import msgspec
             import zmq
@@ -86,7 +86,7 @@ class ZmqEvents:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
         socket.setsockopt(zmq.SNDHWM, MOST_BATCHES + 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # of what comes in
+        socket.setsockopt(zmq.MAXMSGSIZE, _MOST_REQUEST_BYTES)  # of input
         socket.setsockopt(zmq.IPV6, "[" in address)
         try:
             socket.bind(address)
@@ -96,7 +96,7 @@ class ZmqEvents:
 
     @property
     def address(self) -> str:
-        """Where it publishes, with the port that was taken."""
+        """The publishing address with its actual port."""
         return _endpoint(self._publish, self._zmq)
 
     @property
@@ -109,7 +109,7 @@ class ZmqEvents:
         self._next += 1
         if self._replay is not None:
             self._keep(sequence, payload)
-        self._publish.send_multipart((self._topic, sequence, payload))  # a PUB socket drops what a slow listener does not take
+        self._publish.send_multipart((self._topic, sequence, payload))  # a PUB socket drops messages for a slow listener
 
     def _keep(self, sequence: bytes, payload: bytes) -> None:
         self._kept.append((sequence, payload))
@@ -128,7 +128,7 @@ class ZmqEvents:
                 self._send_kept(frames[0], first=int.from_bytes(frames[2], "big"))
 
     def _send_kept(self, who: bytes, *, first: int) -> None:
-        """A ROUTER drops what is for somebody who has gone, or who does not take it."""
+        """A ROUTER drops messages for a client that is gone or does not read."""
         assert self._replay is not None
         for sequence, payload in self._kept:
             if int.from_bytes(sequence, "big") >= first:
@@ -141,7 +141,7 @@ class ZmqEvents:
 
 def _endpoint(socket: zmq.Socket[bytes], zmq_module: Any) -> str:
     name = socket.getsockopt(zmq_module.LAST_ENDPOINT)
-    assert isinstance(name, bytes), f"an address that is no text: {name}"
+    assert isinstance(name, bytes), f"not a text address: {name!r}"
     return name.rstrip(b"\0").decode()
 
 

@@ -1,11 +1,11 @@
-"""How far requests have come, counted as it happens: tokens of prompts as they are restored or computed, tokens of answers as
-they are chosen, waiting time when a request begins, the first token when it is there.
+"""Counts the progress of requests as it happens: prompt tokens as they are restored or computed, answer tokens as they are
+sampled.
 
     begins          its bytes are there          chunks of its prompt are computed         tokens of its answer       ends
     |- queue time   |- device, host, store       |- computed, computed, ...                |- first token, tokens     |- the rest
 
-What a preempted request computes again is not counted again. A request that ends before its first token leaves what was computed
-of its prompt in the counts. For the engine's thread. Decides nothing.
+Tokens that a preempted request computes again are not counted again. For a request that ends before its first token, the part of
+its prompt that was computed stays counted. Runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ class Totals:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Seen:
-    """What was counted of one request."""
+    """What has been counted for one request."""
 
     tenant: str | None
     prompt: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SOURCES, 0))
     begun: bool = False
-    whole: bool = False  # all of its prompt was counted
-    answers: bool = False  # it has its first token
+    whole: bool = False  # its whole prompt was counted
+    answers: bool = False  # its first token was counted
 
 
 class Progress:
-    """One engine's. `added` is called with each delta of a step, then `after_step`."""
+    """Counts for one engine. `added` is called with each delta of a step, then `after_step`."""
 
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self.totals = Totals()
         self._scheduler = engine.scheduler
         self._metrics = metrics
-        self._seen: dict[int, _Seen] = {}  # requests that have begun and not ended
+        self._seen: dict[int, _Seen] = {}  # by number, of requests that have begun
         self._output: Counter[str | None] = Counter()  # tokens of this step, by tenant
 
     def added(self, ask: Ask, delta: Delta) -> None:
         seen = self._known(delta.request, ask.tenant)
         self._output[ask.tenant] += len(delta.tokens)
         if delta.tokens and not seen.answers:
-            self._look_at_first_token(seen, delta.request)
+            self._count_first_token(seen, delta.request)
         if delta.finish is not None:
             self._ended(seen, delta)
             del self._seen[delta.request]
@@ -98,7 +98,7 @@ class Progress:
             seen.begun = True
             self._metrics.began(request.began_s - request.arrived_s)
         if not request.runs:
-            return  # its bytes are on their way
+            return  # still loading
         cached = sources.total - sources.computed
         computed = max(min(request.position, sources.total) - cached, 0)
         self._count(seen, sources, computed=computed)
@@ -106,7 +106,7 @@ class Progress:
 
     def _ended(self, seen: _Seen, delta: Delta) -> None:
         usage = delta.usage
-        if usage is not None and usage.completion_tokens:  # else it had no sources, or not all of them were computed
+        if usage is not None and usage.completion_tokens:  # otherwise the prompt was not computed to its end
             self._count(seen, usage.sources, computed=usage.sources.computed)
             if not seen.begun:
                 self._metrics.began(usage.queued_s)
@@ -115,7 +115,7 @@ class Progress:
         self._metrics.ended(delta, seen.tenant)
 
     def _count(self, seen: _Seen, sources: Sources, *, computed: int) -> None:
-        """Counts what is new of a prompt: all that is cached, and the first `computed` tokens of the rest."""
+        """Counts the new part of a prompt: all cached tokens, and the first `computed` tokens of the rest."""
         now: Mapping[str, int] = {**{source: getattr(sources, source) for source in CACHED}, "computed": computed}
         for source, count in now.items():
             new = count - seen.prompt[source]
@@ -124,9 +124,9 @@ class Progress:
                 self.totals.prompt[source] += new
                 self._metrics.prompt(new, source, seen.tenant)
 
-    def _look_at_first_token(self, seen: _Seen, number: int) -> None:
-        """A request that has ended within the step says so in its last delta."""
-        request = self._scheduler.active.get(number) or self._scheduler.waiting.get(number)  # if it was put back
+    def _count_first_token(self, seen: _Seen, number: int) -> None:
+        """A request that ended in this step is counted with its last delta."""
+        request = self._scheduler.active.get(number) or self._scheduler.waiting.get(number)  # waiting if it was preempted
         if request is not None and request.first_token_s is not None:
             seen.answers = True
             self._metrics.first_token(request.first_token_s - request.arrived_s)

@@ -1,15 +1,14 @@
-"""Spans of requests for OpenTelemetry: one a request, and below it what the time went to. The one file that imports it.
+"""OpenTelemetry spans: one per request, with child spans for its phases. The only file that imports OpenTelemetry.
 
     request   |----------------------------------------------------------|   from arrival to the end of the answer
-    lookup      |-|                                                          what of the prompt is known
-    prefetch      |-------|                                                  the store is asked, and waited for
-    load                     |----|                                          bytes come up from the host
+    lookup      |-|                                                          the prompt is looked up
+    prefetch      |-------|                                                  waiting for the store
+    load                     |----|                                          copies from the host
     prefill                       |-------------|                            to the first token
     decode                                      |-------------------------|
 
-Spans are made of what the engine says of a request that ended (`Usage`), which the log and the metrics read as well. Numbers and
-names alone: never what a prompt or an answer says. They are sent by a thread of their own, from a queue that has an end: what
-receives them can be slow or gone, and no request is.
+Spans are made from the `Usage` of a request that ended, like the log and the metrics. They hold numbers and names, never text of
+a prompt or an answer. A thread sends them from a bounded queue, so that a slow or missing collector delays no request.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from stepwell import __version__
 from stepwell.base.meters import Clock
 from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
 
-CLOSE_S = 5.0  # that the end of the server waits for the last spans
+CLOSE_S = 5.0  # longest wait for the last spans at shutdown
 _PATH = "/v1/traces"
-# Who would write a line or two for each failed attempt, or, with what it says, for each header that a client got wrong.
+# These loggers would write a line for each failed attempt, or for each malformed header of a client.
 _LOUD = ("opentelemetry.exporter", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal", "opentelemetry.trace")
 
 Ended = Callable[["int | None", Ask, Delta], None]
@@ -45,7 +44,7 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def spans_to(endpoint: str | None) -> SpanProcessor:
-    """Sends spans to a collector over HTTP, in batches. None for where `OTEL_*` variables say; the rest they say anyway."""
+    """Sends spans to a collector over HTTP, in batches. Without an endpoint, the `OTEL_*` variables name it."""
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     where = None if endpoint is None else endpoint.rstrip("/").removesuffix(_PATH) + _PATH
@@ -53,7 +52,7 @@ def spans_to(endpoint: str | None) -> SpanProcessor:
 
 
 class Traces:
-    """Makes spans of requests that have ended. Any thread. `close` it once, after the last of them."""
+    """Makes spans of requests that have ended. Any thread. Call `close` once, at the end."""
 
     def __init__(self, processor: SpanProcessor, *, model: str, clock: Clock, environment: Mapping[str, str]) -> None:
         """`clock` is the engine's."""
@@ -65,8 +64,8 @@ class Traces:
         self._model, self._clock = model, clock
 
     def listener(self, request: str, headers: Mapping[str, str]) -> Ended:
-        """What to call when an answer to a request has ended: with its choice, where there are several, its ask and its last
-        delta. `request` is what clients and the log call it; its parent is the client's span, if its `traceparent` names one.
+        """Returns a callback for an answer that ended: its choice (if there are several), its ask and its last delta. `request`
+        is the id in responses and log. The parent is the client's span, if `traceparent` names one.
         """
         given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = _propagator.extract(given, Context())
@@ -75,7 +74,7 @@ class Traces:
     def _ended(self, request: str, choice: int | None, ask: Ask, delta: Delta, parent: Context) -> None:
         usage = delta.usage
         if usage is None:
-            return  # its engine has died, and knows nothing of it
+            return  # the engine has died
         since_s = usage.total_s if ask.arrived_s is None else self._clock.now() - ask.arrived_s
         arrived_ns = time.time_ns() - round(since_s * 1e9)
         span = self._tracer.start_span(
@@ -90,7 +89,7 @@ class Traces:
         span.end(arrived_ns + round(usage.total_s * 1e9))
 
     def close(self) -> None:
-        """Sends what is left, for a few seconds at most."""
+        """Sends the remaining spans, for CLOSE_S at most."""
         thread = Thread(target=self._provider.shutdown, name="stepwell-spans", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -106,7 +105,7 @@ class Traces:
             "gen_ai.usage.output_tokens": usage.completion_tokens,
             "stepwell.preemptions": usage.preemptions,
         }
-        if usage.completion_tokens:  # else its prompt never had sources
+        if usage.completion_tokens:  # otherwise the prompt has no sources
             found |= {f"stepwell.{source}_tokens": count for source, count in asdict(usage.sources).items()}
         if choice is not None:
             found["stepwell.choice"] = choice
@@ -116,7 +115,7 @@ class Traces:
 
 
 def _parts(usage: Usage) -> Iterator[tuple[str, float, float, dict[str, AttributeValue]]]:
-    """What a request's time went to, in seconds after its arrival. What it never came to is left out."""
+    """The phases that a request reached, in seconds after its arrival."""
     sources, end_s = usage.sources, usage.total_s
     if usage.looked_up_s is not None:
         yield "lookup", usage.entered_s, usage.looked_up_s, {}
@@ -135,7 +134,7 @@ def _parts(usage: Usage) -> Iterator[tuple[str, float, float, dict[str, Attribut
 
 
 class _Once(SpanExporter):
-    """Says once that spans cannot be sent, and once that they can be again."""
+    """Logs once that spans cannot be sent, and once that they can be sent again."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
@@ -143,12 +142,12 @@ class _Once(SpanExporter):
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
-            result, why = self._inner.export(spans), "the log of the collector may say why"
-        except Exception as error:  # the worker boundary: spans are lost, and nothing else is
+            result, why = self._inner.export(spans), "see the collector's log"
+        except Exception as error:  # the worker boundary: only spans are lost
             result, why = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
         failed = result is not SpanExportResult.SUCCESS
         if failed and not self._fails:
-            log.warning("spans cannot be sent, and are dropped until they can: %s", why)
+            log.warning("spans cannot be sent and are dropped: %s", why)
         elif self._fails and not failed:
             log.info("spans are sent again")
         self._fails = failed

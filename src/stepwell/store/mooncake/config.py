@@ -1,6 +1,6 @@
 """What a Mooncake client is told: the fields of Mooncake's own JSON file under their own names, and a few of ours.
 
-Reads a file or a mapping, never the environment (`stepwell.cli.mooncake_config` does) and never the network.
+Reads a file or a mapping, never the environment (`stepwell.cli.engine_options` does) and never the network.
 """
 
 from __future__ import annotations

@@ -1,16 +1,22 @@
-"""What the page at `/ui` looks at beside `/cache`; it changes nothing, and takes no longer for a large tree or a long queue.
+"""`/ui`, a page to watch a server with, and the read-only routes that the page reads in addition to `/cache`.
 
+GET     /ui                   the page; its files hold no secrets, so every client may read them
 GET     /cache/history        the last hour: tokens by source, memory, requests
-GET     /cache/requests       requests under way: how far they are, never what they say
-GET     /cache/tree           the largest stretches of cached paths, and checkpoints with the reason they were left
-GET     /cache/store          how full the store is, and of which namespaces
+GET     /cache/requests       open requests: their progress, never their text
+GET     /cache/tree           the largest stretches of cached paths, and checkpoints with the reason they were made
+GET     /cache/store          how full the store is, by namespace
 
-For whoever may see `/cache`. What has a salt, and what the store calls its own, is for the admin token alone.
+The page sends the token that is typed into it. Its headers allow a browser to load these files only, forbid framing, and forbid
+making markup from text, because clients choose names of models, tenants and namespaces. The data routes require the same access
+as `/cache`; salted entries and the store's own labels require the admin token. No route changes anything, and the time a route
+takes does not grow with the tree or the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
 from itertools import chain, islice
 from typing import Any
 
@@ -22,23 +28,24 @@ from stepwell.base.ids import CACHED_TIERS
 from stepwell.base.prompt import Namespace
 from stepwell.engine.engine import Engine
 from stepwell.engine.requests.request import Request as Running
-from stepwell.server.access.door import principal_of, watching
+from stepwell.server.access.admission import principal_of, require_overview
+from stepwell.server.monitoring.engine_metrics import read_state
 from stepwell.server.served import Served
-from stepwell.server.state import read_state
 from stepwell.server.stores import Stores
+from stepwell.sim.page import STYLE
 from stepwell.store.api import SpaceSize, Store, StoreSize, largest_spaces, size_of
 from stepwell.tiers.lease import LeaseState
 from stepwell.tree.survey import Kept, Stretch, Survey
 
 MOST_REQUESTS, MOST_PATHS, MOST_SPACES = 50, 10, 50
-REUSED_S = 1.0  # for which a survey is handed out again: many may look at once, and the engine has other work
-ID_DIGITS = 12  # of a namespace's digest, as `stepwell store stat` shows them
+REUSED_S = 1.0  # how long a survey is reused, so that many pages open at once cost the engine one survey
+ID_DIGITS = 12  # hexadecimal digits of a namespace's digest, as in `stepwell store stat`
 
 
 def watch_router(served: Served, stores: Stores) -> APIRouter:
-    router = APIRouter(dependencies=[watching(served.principals)])
-    surveys: dict[bool, tuple[float, dict[str, Any]]] = {}  # whether with what has a salt: since when, and what was found
-    surveying = asyncio.Lock()  # who comes meanwhile is handed what is found
+    router = APIRouter(dependencies=[require_overview(served.principals)])
+    surveys: dict[bool, tuple[float, dict[str, Any]]] = {}  # by whether salted entries are included: time and result
+    surveying = asyncio.Lock()  # requests that arrive meanwhile get the same result
 
     @router.get("/cache/history")
     async def history() -> Response:
@@ -85,7 +92,7 @@ def watch_router(served: Served, stores: Stores) -> APIRouter:
 
 
 def _held(store: Store | None, *, list_spaces: bool) -> tuple[StoreSize | None, list[SpaceSize] | None]:
-    """Nothing of a store that does not know, or cannot say: closed meanwhile, or out of reach."""
+    """Size and namespaces; None for a store that does not know them, was closed meanwhile or cannot be reached."""
     if store is None:
         return None, None
     try:
@@ -108,7 +115,7 @@ def _space(held: SpaceSize) -> dict[str, Any]:
 
 
 def _requests(engine: Engine, *, salted: bool) -> dict[str, Any]:
-    """Those that run, then those that wait. Without `salted`, those with a salt are only counted."""
+    """Running requests, then waiting ones. Without `salted`, requests with a salt are only counted."""
     scheduler, now_s = engine.scheduler, engine.clock.now()
     rows = (each for each in chain(scheduler.active.values(), scheduler.waiting.values()) if salted or each.ask.salt is None)
     return {
@@ -151,7 +158,7 @@ def _tree(engine: Engine, *, salted: bool) -> dict[str, Any]:
     speed = cache.compute_tokens_per_s
 
     def common(each: Stretch | Kept, tokens: int) -> dict[str, Any]:
-        """What stretches and checkpoints have alike; `tokens` would have to be computed again without it."""
+        """Fields that stretches and checkpoints share. `tokens` would have to be computed again without the entry."""
         compute_s = tokens / speed if speed else None
         return {"namespace": spaces[each.space], "used_ago_s": now_s - each.used_at_s, "compute_s": compute_s}
 
@@ -203,8 +210,53 @@ def _by_tier(sizes: list[int] | tuple[int, int]) -> dict[str, int]:
 
 
 def _namespace(namespace: Namespace | None) -> dict[str, Any] | None:
-    """None where nobody remembers. Never its salt."""
+    """None for a namespace that is no longer known. Never includes the salt."""
     if namespace is None:
         return None
     names = {"tenant": namespace.tenant, "adapter": namespace.adapter, "salted": namespace.salt is not None}
     return {"id": namespace.digest.hex()[:ID_DIGITS], **names}
+
+
+MEDIA = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "html": "text/html"}
+FILES = ("page.css", "main.js", "panels.js", "charts.js", "dom.js", "icon.svg")
+HEADERS = {
+    "Content-Security-Policy": "; ".join(
+        (
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "connect-src 'self'",
+            "img-src 'self'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",
+            "trusted-types 'none'",
+        )
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # a newer server has a newer page
+}
+
+
+def ui_router() -> APIRouter:
+    router = APIRouter()
+    router.add_api_route("/ui", _sends("page.html"))
+    for name in FILES:
+        router.add_api_route(f"/ui/{name}", _sends(name))
+    return router
+
+
+def _sends(name: str) -> Callable[[], Awaitable[Response]]:
+    """A route for one file. The style shared by all of Stepwell's pages comes before the page's own."""
+    content = (files("stepwell.server.ui") / name).read_text(encoding="utf-8")
+    if name == "page.css":
+        content = f"{STYLE}\n{content}"
+    media = MEDIA[name.rpartition(".")[2]]
+
+    async def send() -> Response:
+        return Response(content, media_type=media, headers=HEADERS)
+
+    return send

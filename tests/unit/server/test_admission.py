@@ -13,7 +13,7 @@ pytest.importorskip("fastapi")
 from fastapi import FastAPI, Request
 from starlette.types import Message, Scope
 
-from stepwell.server.access.door import BodyLimit, _bearer
+from stepwell.server.access.admission import BodyLimit, _bearer
 from stepwell.server.errors import install_errors
 from waiting import PATIENCE_S
 

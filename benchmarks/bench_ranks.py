@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from stepwell.engine.ops.drawing import Draw
-from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.sampling.choices import Choosing
 from stepwell.engine.workers.pass_arrays import Pass
 from stepwell.engine.workers.rank_workers import RankWorkers

@@ -13,8 +13,9 @@ from stepwell.base.spec.shapes import Point
 from stepwell.base.spec.states import StateSpec
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import FOREVER, Steps, Tokens
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 
 LAYERS, LAYER = 3, 1
 WIDTHS = {"fp32": 4, "bf16": 2}

@@ -16,9 +16,10 @@ from stepwell.base.spec import ModelSpec
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 
 TOLERANCE = 1e-4
 PAGE = 16

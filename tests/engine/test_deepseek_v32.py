@@ -17,7 +17,8 @@ from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.selection import Selection, attend_selected, best, select
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.passes.rows import PLAIN, Rows
 
 transformers = pytest.importorskip("transformers")

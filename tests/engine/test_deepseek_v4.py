@@ -26,7 +26,7 @@ from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops import compression
 from stepwell.engine.ops.compression import Index, attend_shared
 from stepwell.engine.passes import batch as batch_module
-from stepwell.engine.passes.groups import Groups, Seen
+from stepwell.engine.passes.groups import Seen
 from stepwell.engine.passes.open_groups import FEWEST_SLOTS, OpenGroups
 from stepwell.engine.passes.paging import Run, Sight
 from stepwell.engine.passes.rows import PLAIN, Rows
@@ -126,7 +126,7 @@ def test_singles_of_very_different_lengths_are_looked_at_apart(pair: Pair, monke
         small.forward(memory, [one.segment(prompt[:-1])])
     batch = memory.batch([one.segment(prompt[-1:]) for one, prompt in zip(held, prompts, strict=True)])
     paging = batch.paging(24)
-    assert [each.stop for each in paging.singles] == [each.stop for each in Groups.of(batch, 4, paging).seen] == [3, 4]
+    assert [each.stop for each in paging.singles] == [each.stop for each in batch.groups(4, paging).seen] == [3, 4]
     for prompt, row in zip(prompts, small.model.forward(batch), strict=True):
         assert distance(row, pair.expected(prompt)[-1]) <= TOLERANCE
 
@@ -211,7 +211,7 @@ def test_groups_of_a_pass(pair: Pair) -> None:
     held = Held(memory, 32)
     held.position = 6
     batch = memory.batch([held.segment([0] * 4)])
-    groups = Groups.of(batch, 4, batch.paging(24))
+    groups = batch.groups(4, batch.paging(24))
     assert (len(groups), groups.position_G.tolist(), groups.token_GR[0, 2:].tolist()) == (1, [4], [0, 1])
     assert (groups.page_G.tolist(), groups.row_G.tolist()) == ([held.prefix[0]], [1])
     assert (groups.older.row.tolist(), groups.left.row.tolist(), groups.left.of.tolist()) == ([0, 1], [0, 1], [2, 3])

@@ -10,8 +10,9 @@ from engine.drafted import OWN, engine_for, target, tensors_of
 from engine.small import prompt
 from stepwell.base.ids import Kind
 from stepwell.engine.drafts.own_layer import OwnLayerDraft
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 
 pytest.importorskip("transformers")
 

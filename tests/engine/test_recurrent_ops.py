@@ -13,8 +13,9 @@ from stepwell.base.spec.shapes import Point
 from stepwell.base.spec.states import StateSpec
 from stepwell.engine.ops.recurrent import CHUNK_TOKENS, Points, convolve, convolve_run, gated_norm, recur_ready, scan, step
 from stepwell.engine.ops.recurrent_tokens import Ready
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 
 LENGTHS = [1, 2, 63, 64, 65, 128, 150, 192]
 KEYS, HEADS, KEY, VALUE = 2, 6, 16, 24  # key heads, value heads, and their widths

@@ -13,17 +13,17 @@ from engine.paged import Scene, Shape
 from engine.side_by_side import Held, Memory
 from stepwell.base.errors import ConfigError, SpecError
 from stepwell.base.spec.families import from_config
+from stepwell.engine.approximate.clusterkv import ClusterKV
+from stepwell.engine.approximate.quest import Quest
+from stepwell.engine.approximate.selector import Selector
+from stepwell.engine.approximate.selectors import RECENT, SINKS, Sparse
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
-from stepwell.engine.models.selectors import RECENT, SINKS, Sparse
 from stepwell.engine.ops.attention import attend
 from stepwell.engine.ops.picked import attend_picked
 from stepwell.engine.ops.selection import Picked, Selection
-from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.paging import Singles
 from stepwell.engine.passes.rows import PLAIN, Rows
-from stepwell.sparse.clusterkv import ClusterKV
-from stepwell.sparse.quest import Quest
 
 PAGE, COUNT, TOLERANCE = 16, 112, 1e-4
 SELECTORS = ("quest", "clusterkv")

@@ -19,11 +19,11 @@ from engine.ranked import RankProcesses, write_checkpoint
 from engine.side_by_side import PAGE, TOLERANCE, draw
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import ModelSpec
+from stepwell.engine.approximate.selectors import Sparse
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.safetensors_files import SafetensorsFiles
 from stepwell.engine.loading.weights import HeldTensors, Region, TensorSource
 from stepwell.engine.models.registry import build_model, spec_of
-from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ranks import ALONE, Ranks, join
 
 pytest.importorskip("transformers")

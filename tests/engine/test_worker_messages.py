@@ -13,7 +13,7 @@ from stepwell.base.ids import JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
 from stepwell.engine.ops.drawing import Draw
 from stepwell.engine.ops.editing import Edit
-from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.requests.request import Sampling, TokenLogprob
 from stepwell.engine.sampling.choices import Choosing, Chosen
 from stepwell.engine.workers.messages import ChosenTokens, pack_chosen, pack_plan, read_chosen, read_kernels, read_plan

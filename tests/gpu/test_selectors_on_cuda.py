@@ -21,17 +21,17 @@ from engine.side_by_side import Held, Memory, draw  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from parity.recorded import Recorded, distance, same_bits, script, store_at  # noqa: E402
 from parity.test_exact_resumption import WAIT  # noqa: E402
+from stepwell.engine.approximate.clusterkv import ClusterKV  # noqa: E402
+from stepwell.engine.approximate.quest import Quest  # noqa: E402
+from stepwell.engine.approximate.selectors import Sparse  # noqa: E402
 from stepwell.engine.loading.weights import HeldTensors  # noqa: E402
 from stepwell.engine.models.base import Decoder  # noqa: E402
 from stepwell.engine.models.registry import build_model  # noqa: E402
-from stepwell.engine.models.selectors import Sparse  # noqa: E402
 from stepwell.engine.ops import selection  # noqa: E402
 from stepwell.engine.ops.picked import attend_picked  # noqa: E402
 from stepwell.engine.ops.selection import Picked  # noqa: E402
 from stepwell.engine.passes.rows import PLAIN, Rows  # noqa: E402
 from stepwell.engine.running.graphs import FixedPaging, Graphs  # noqa: E402
-from stepwell.sparse.clusterkv import ClusterKV  # noqa: E402
-from stepwell.sparse.quest import Quest  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)]
 SCALE, WIDTH, TOLERANCE = 0.2, 64, 0.06

@@ -23,11 +23,11 @@ from parity.spilling import CONTEXT, prompts, recorded, report, spilled, watch
 from parity.test_exact_resumption import WAIT
 from parity.test_spilled_rows import check_same
 from stepwell.base.ids import Kind, Tier
+from stepwell.engine.approximate.clusterkv import ClusterKV
+from stepwell.engine.approximate.quest import Quest
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.weights import HeldTensors
 from stepwell.engine.passes.spilling import SHORT_RUN
-from stepwell.sparse.clusterkv import ClusterKV
-from stepwell.sparse.quest import Quest
 
 hf = pytest.importorskip("transformers")
 

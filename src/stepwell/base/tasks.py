@@ -113,7 +113,6 @@ class Completion:
 
     job: JobId
     error: str | None = None
-    took_s: float = 0.0  # without waiting in line; 0 where nobody knows
 
 
 # ---- the store ----------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from stepwell.base.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from stepwell.base.spec import ModelSpec
+    from stepwell.engine.approximate.selectors import Sparse
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Engine
-    from stepwell.engine.models.selectors import Sparse
     from stepwell.engine.passes.spilling import SpillReport
     from stepwell.engine.scheduling.footprint import Footprint
     from stepwell.server.access.tenants import Secrets, TenantsFile

@@ -90,10 +90,8 @@ class ThreadCopyExecutor:
             self._jobs.enqueue(plan.job, rank, line, partial(attempt_copy, rank, begin_copy(copy_engine, plan)))
 
     def answers(self) -> list[Completion]:
-        return [
-            Completion(job=each.job, error=next(filter(None, each.outcomes), None), took_s=each.took_s)
-            for each in self._jobs.answers()
-        ]
+        answers = self._jobs.answers()
+        return [Completion(job=each.job, error=next(filter(None, each.outcomes), None)) for each in answers]
 
     def withdraw(self, job: JobId) -> bool:
         return self._jobs.withdraw(job)

@@ -43,7 +43,8 @@ from stepwell.engine.loading.progress import WatchedSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.registry import build_model
 from stepwell.engine.ops.kernels import Kernels, choose_kernels
-from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.rows import TORCH_DTYPES
 from stepwell.engine.passes.spilling import Sizes, Spilling
 from stepwell.engine.running.runner import Runner
 from stepwell.engine.running.speculation import Speculation

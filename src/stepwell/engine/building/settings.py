@@ -22,12 +22,12 @@ from stepwell.base.spec.families.summaries import DSA
 from stepwell.base.spec.narrow import Narrow
 from stepwell.base.units import counted, format_bytes, is_none, parse_tier
 from stepwell.cache.facade import Cache
+from stepwell.engine.approximate.selectors import Sparse
 from stepwell.engine.drafts.own_layer import MTP
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.loading.known import known_names
-from stepwell.engine.models.selectors import Sparse
 from stepwell.engine.ops.kernels import check_kernels
-from stepwell.engine.passes.pages import TORCH_DTYPES
+from stepwell.engine.passes.rows import TORCH_DTYPES
 from stepwell.engine.scheduling.scheduler import Limits
 from stepwell.engine.workers.worker_setup import WorkerLimits
 from stepwell.policy.write_choice import WriteChoice, choose_write

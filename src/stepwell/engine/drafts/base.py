@@ -16,7 +16,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Point, StateSpec
 from stepwell.engine.ops.guarded import Report
-from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.requests.request import Chunk, Request
 from stepwell.tiers.lease import Lease
 

@@ -23,9 +23,10 @@ from stepwell.engine.loading.weights import TensorSource
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.models.mtp import MtpLayer, load_mtp
 from stepwell.engine.ops.guarded import Report
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.numbers import Send
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.requests.request import Chunk
 from stepwell.tiers.lease import Lease
 

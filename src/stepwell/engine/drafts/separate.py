@@ -16,8 +16,9 @@ from stepwell.base.spec import Prefix
 from stepwell.engine.drafts.base import DRAFT, LoadedDraft, segment_of
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.ops.guarded import Report
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.requests.request import Chunk
 
 

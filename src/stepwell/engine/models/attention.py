@@ -13,12 +13,12 @@ from typing import Any, Protocol
 import torch
 
 from stepwell.base.spec.families.attention import Heads
+from stepwell.engine.approximate.selector import Selector
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import Linear, RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, HeadNorms
 from stepwell.engine.ops.selection import Selection
-from stepwell.engine.ops.selector import Selector
 from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.paging import Paging

@@ -11,10 +11,10 @@ from torch.nn.functional import embedding, linear
 
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.approximate.selector import Selector
 from stepwell.engine.loading.weights import Weights
 from stepwell.engine.models.layers import RMSNorm
 from stepwell.engine.ops.kernels import TORCH, Kernels
-from stepwell.engine.ops.selector import Selector
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.ranks import ALONE, Ranks, Share
 

@@ -13,6 +13,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.families.summaries import DSA
+from stepwell.engine.approximate.selectors import Sparse, selector_for
 from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import TensorSource, Weights
 from stepwell.engine.models import (
@@ -29,9 +30,8 @@ from stepwell.engine.models import (
     qwen3_next,
 )
 from stepwell.engine.models.base import Decoder, Parts
-from stepwell.engine.models.selectors import Sparse, selector_for
 from stepwell.engine.ops.kernels import Kernels, choose_kernels
-from stepwell.engine.passes.pages import TORCH_DTYPES
+from stepwell.engine.passes.rows import TORCH_DTYPES
 from stepwell.engine.ranks import ALONE, Ranks
 from stepwell.transfer.first_calls import make_first_calls
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +20,12 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Prefix
-from stepwell.base.tasks import NO_PAGES, PageIds
+from stepwell.base.tasks import PageIds
 from stepwell.engine.passes.groups import Groups
-from stepwell.engine.passes.numbers import Send, copy, on_device
+from stepwell.engine.passes.numbers import Send, copy, several_on_device
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
-from stepwell.engine.passes.paging import Look, Paging, Sight
+from stepwell.engine.passes.paging import Look, Paging, RequestRows, Sight
 from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
 from stepwell.engine.passes.spilled import Spilled, spilled_in
 from stepwell.jobs.executors import Arriving
@@ -34,30 +33,6 @@ from stepwell.jobs.executors import Arriving
 PADDING_PAGES = 64  # that nobody minds
 
 Indices = npt.NDArray[np.int64]
-
-
-class RequestRows(NamedTuple):
-    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease.
-
-    A tuple, for every step makes one for each request; given by name.
-    """
-
-    tokens: Sequence[int] | npt.NDArray[np.int32]
-    position: int
-    prefix_pages: PageIds
-    window_pages: PageIds = NO_PAGES
-    first_window: int = 0
-    point_page: int | None = None
-    point_copy: int | None = None  # the page that gets a copy of that one behind the pass
-    slot: int | None = None  # where its open groups are, for models that leave some
-    resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
-    num_logits: int = 1  # of so many of its last tokens logits are wanted
-    hot_numbers: PageIds = NO_PAGES  # of its hot pages, where rows of it are on the host alone
-    picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
-
-    @property
-    def end(self) -> int:
-        return self.position + len(self.tokens)
 
 
 class Batch:
@@ -122,7 +97,7 @@ class Batch:
 
     def groups(self, ratio: int, paging: Paging) -> Groups:
         """Groups of one ratio. `paging` is that of the windows that the same layers look at."""
-        return Groups.of(self, ratio, paging)
+        return Groups.of(self.segments, self.starts, paging, ratio=ratio, page_tokens=self.spec.page_tokens)
 
     def paging_of(self, state: str) -> Paging:
         """Prefix pages for a state: ROWS pages for one whose rows may spill, if all that the pass reads of it are on the device.
@@ -158,7 +133,8 @@ class Batch:
     @cached_property
     def spilled(self) -> Spilled | None:
         """How it comes to rows that are on the host alone; None where it looks at none."""
-        return spilled_in(self)
+        spilling = self.pages.spilling
+        return None if spilling is None else spilled_in(spilling, self.segments, lambda: self.paging(None))
 
     def prepare(self) -> None:
         """Makes its memory ready: all that may be read holds numbers, and open groups of segments that resume are in their slots.
@@ -239,9 +215,7 @@ class Batch:
 
     def numbers(self, *values: npt.NDArray[np.integer]) -> tuple[torch.Tensor, ...]:
         """Numbers on the device, sent together."""
-        joined = on_device(np.concatenate(values).astype(np.int64, copy=False), self.device, self.send)
-        parts: tuple[torch.Tensor, ...] = joined.split([len(each) for each in values])
-        return parts
+        return several_on_device(values, self.device, self.send)
 
 
 def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:

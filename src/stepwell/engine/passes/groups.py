@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,7 @@ import torch
 
 from stepwell.base.tasks import PageIds
 from stepwell.engine.passes.numbers import on_device
-from stepwell.engine.passes.paging import Paging
-
-if TYPE_CHECKING:
-    from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.paging import Paging, RequestRows, Sight
 
 Indices = npt.NDArray[np.int64]
 
@@ -85,13 +81,15 @@ class Groups:
         return len(self.page_G)
 
     @classmethod
-    def of(cls, batch: Batch, ratio: int, paging: Paging) -> Groups:
-        """`paging` is that of the windows that the same layers look at."""
-        made = _Maker(batch, ratio)
-        for at, segment in enumerate(batch.segments):
-            made.add(segment, batch.starts[at])
+    def of(
+        cls, segments: Sequence[RequestRows], starts: Sequence[int], paging: Paging, *, ratio: int, page_tokens: int
+    ) -> Groups:
+        """`paging` is that of the windows that the same layers look at, `page_tokens` those of a prefix page."""
+        made = _Maker(segments, paging.sight, ratio, page_tokens)
+        for segment, start in zip(segments, starts, strict=False):
+            made.add(segment, start)
         singles = [made.seen(range(each.start, each.stop), each.start, each.stop) for each in paging.singles]
-        at = batch.num_singles
+        at = paging.num_singles
         runs = [made.seen(range(at + number, at + number + 1), run.start, run.stop) for number, run in enumerate(paging.runs)]
         return made.groups(tuple(singles + runs))
 
@@ -99,12 +97,11 @@ class Groups:
 class _Maker:
     """Collects numbers segment by segment, and moves them to the device at the end."""
 
-    def __init__(self, batch: Batch, ratio: int) -> None:
-        page = batch.spec.page_tokens
-        self._batch = batch
+    def __init__(self, segments: Sequence[RequestRows], sight: Sight, ratio: int, page_tokens: int) -> None:
+        self._given, self._sight = segments, sight
         self._ratio = ratio
-        self._rows = max(page // ratio, 1)  # entries of a page that has any
-        self._step = max(ratio // page, 1)  # of so many pages one has entries
+        self._rows = max(page_tokens // ratio, 1)  # entries of a page that has any
+        self._step = max(ratio // page_tokens, 1)  # of so many pages one has entries
         self._closed = [np.empty((0, 3), np.int64)]  # position of the group, page and row of its entry
         self._tokens = [np.empty((0, ratio), np.int64)]
         self._older = [np.empty((0, 3), np.int64)]  # slot, row, group
@@ -130,7 +127,7 @@ class _Maker:
         self._segments.append((count + len(entry) - 1, point, bool(entry[0] == 0)))
 
     def seen(self, group: range, start: int, stop: int) -> Seen:
-        segments = [self._batch.segments[at] for at in group]
+        segments = [self._given[at] for at in group]
         tables = [self._with_entries(segment) for segment in segments]
         table = np.empty((len(group), max(len(pages) for pages in tables)), np.int64)
         for row, (segment, pages) in enumerate(zip(segments, tables, strict=True)):
@@ -172,7 +169,7 @@ class _Maker:
         return OpenRows(slot=self._tensor(joined[:, 0]), row=self._tensor(joined[:, 1]), of=self._tensor(joined[:, 2]))
 
     def _tensor(self, values: Indices) -> torch.Tensor:
-        return on_device(values, self._batch.device, self._batch.send)
+        return on_device(values, self._sight.device, self._sight.send)
 
 
 def _triples(slot: int | None, row: Indices, of: Indices | int) -> Indices:

@@ -7,7 +7,7 @@ kernel reads larger ones from pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,15 @@ def on_device(numbers: npt.ArrayLike, device: torch.device | str, send: Send = c
     target = torch.empty(here.shape, dtype=here.dtype, device=device)
     _send(target, here, send)
     return target
+
+
+def several_on_device(
+    values: Sequence[npt.NDArray[np.integer]], device: torch.device | str, send: Send = copy
+) -> tuple[torch.Tensor, ...]:
+    """Several lists of numbers, sent together."""
+    joined = on_device(np.concatenate(values).astype(np.int64, copy=False), device, send)
+    parts: tuple[torch.Tensor, ...] = joined.split([len(each) for each in values])
+    return parts
 
 
 def put(target: torch.Tensor, numbers: npt.ArrayLike, send: Send = copy) -> None:

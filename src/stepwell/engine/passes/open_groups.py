@@ -18,7 +18,8 @@ import torch
 
 from stepwell.base.ids import Kind
 from stepwell.base.spec import Point
-from stepwell.engine.passes.pages import TORCH_DTYPES, DevicePages
+from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.rows import TORCH_DTYPES
 
 FEWEST_SLOTS = 4
 

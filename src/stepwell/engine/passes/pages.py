@@ -7,24 +7,16 @@ from __future__ import annotations
 
 import copy as shallow
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
-from stepwell.base.spec import ModelSpec, Part
+from stepwell.base.spec import ModelSpec
 from stepwell.engine.passes.numbers import Send, copy, on_device
-from stepwell.engine.passes.rows import RowFormat, Rows
+from stepwell.engine.passes.rows import RowFormat, Rows, part_PLRE, typed_PLRE
+from stepwell.engine.passes.spilling import Spilling
 from stepwell.jobs.executors import Arriving
-
-if TYPE_CHECKING:
-    from stepwell.engine.passes.spilling import Spilling
-
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
-_STORED = {**TORCH_DTYPES, **dict.fromkeys(_MIXED, torch.uint8)}
 
 
 class DevicePages:
@@ -48,7 +40,7 @@ class DevicePages:
         called = {state.name: (names or {}).get(state.name, state.name) for state in spec.states}
         self._called = called
         found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
-        self._states = {name: self._typed(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
+        self._states = {name: typed_PLRE(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
         self._bytes = {name: part_PLRE(rows[kind], part, torch.uint8) for name, (kind, part) in found.items()}
         # What is cleared: whole pages, or what this model has in them.
         self._cleared = {kind: [rows[kind]] for kind in rows}
@@ -105,18 +97,3 @@ class DevicePages:
         """Copies a point page, behind what is queued on the device."""
         assert self._points_PB is not None, "this model has no point state"
         self._points_PB[target].copy_(self._points_PB[source])
-
-    @staticmethod
-    def _typed(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
-        if dtype not in _STORED:
-            raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
-        return part_PLRE(rows, part, _STORED[dtype])
-
-
-def part_PLRE(rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-    """A part of every page as `[page, layer, row, element]`, wherever the part has its rows. Without a copy."""
-    part_PX = rows[:, part.offset : part.offset + part.size_bytes].view(dtype)
-    size = part_PX.element_size()
-    shape = (len(part_PX), part.layers, part.rows, part.row_bytes // size)
-    strides = (part_PX.stride(0), part.layer_stride // size, part.row_stride // size, 1)
-    return part_PX.as_strided(shape, strides, part_PX.storage_offset())

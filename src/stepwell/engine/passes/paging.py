@@ -13,13 +13,38 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from stepwell.base.tasks import PageIds
+from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.engine.passes.numbers import Send, copy, on_device
+
+
+class RequestRows(NamedTuple):
+    """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease.
+
+    A tuple, for every step makes one for each request; given by name.
+    """
+
+    tokens: Sequence[int] | npt.NDArray[np.int32]
+    position: int
+    prefix_pages: PageIds
+    window_pages: PageIds = NO_PAGES
+    first_window: int = 0
+    point_page: int | None = None
+    point_copy: int | None = None  # the page that gets a copy of that one behind the pass
+    slot: int | None = None  # where its open groups are, for models that leave some
+    resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
+    num_logits: int = 1  # of so many of its last tokens logits are wanted
+    hot_numbers: PageIds = NO_PAGES  # of its hot pages, where rows of it are on the host alone
+    picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
+
+    @property
+    def end(self) -> int:
+        return self.position + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,6 +20,8 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
+from stepwell.base.errors import ConfigError
+from stepwell.base.spec import Part
 from stepwell.sparse.places import Places, Read
 
 EIGHT = torch.float8_e4m3fn
@@ -27,6 +29,9 @@ LARGEST = 448.0  # of e4m3
 TILE, POWER_TILE, POWERS = 128, 64, 8  # channels a scale is for, and how many powers are padded to
 POWER_BIAS = 127  # a power of 0 is stored as this
 LEAST_POWER, NO_POWER = -126, 128  # the smallest number that is not subnormal, and what stands for no number
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
+_STORED = {**TORCH_DTYPES, **dict.fromkeys(_MIXED, torch.uint8)}
 
 
 class RowFormat(Protocol):
@@ -166,6 +171,22 @@ class Rows:
     def written(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """The same of pages that the pass writes to, named as for `write`: their rows are never on the host alone."""
         return self.format.decode(self.stored_PRE[page, row], self.dtype)
+
+
+def part_PLRE(rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
+    """A part of every page as `[page, layer, row, element]`, wherever the part has its rows. Without a copy."""
+    part_PX = rows[:, part.offset : part.offset + part.size_bytes].view(dtype)
+    size = part_PX.element_size()
+    shape = (len(part_PX), part.layers, part.rows, part.row_bytes // size)
+    strides = (part_PX.stride(0), part.layer_stride // size, part.row_stride // size, 1)
+    return part_PX.as_strided(shape, strides, part_PX.storage_offset())
+
+
+def typed_PLRE(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
+    """The same, of a state that is stored as `dtype`. Raises ConfigError for one that is not known."""
+    if dtype not in _STORED:
+        raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
+    return part_PLRE(rows, part, _STORED[dtype])
 
 
 def _tiles(x: torch.Tensor, size: int) -> torch.Tensor:

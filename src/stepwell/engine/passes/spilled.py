@@ -11,24 +11,22 @@ Where a row is was decided before the pass. Selections are never changed by it. 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from stepwell.engine.passes.paging import Look, Paging, Run, Singles
+from stepwell.engine.passes.numbers import several_on_device
+from stepwell.engine.passes.paging import Look, Paging, RequestRows, Run, Singles
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilling import SHORT_RUN, Spilling
 from stepwell.engine.passes.stages import Staged
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.resolve import Wanted
-
-if TYPE_CHECKING:
-    from stepwell.engine.passes.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,12 +57,11 @@ class Choice(Protocol):
 class Spilled:
     """One pass with rows on the host alone. Made by `spilled_in`."""
 
-    def __init__(self, batch: Batch, spilling: Spilling, staged: frozenset[int]) -> None:
-        """`staged` are the segments whose rows are staged."""
+    def __init__(self, spilling: Spilling, segments: Sequence[RequestRows], paging: Paging, staged: frozenset[int]) -> None:
+        """`paging` is of prefix pages. `staged` are the segments whose rows are staged."""
         self._spilling = spilling
         self._staged = staged
-        self._paging = batch.paging(None)
-        segments = batch.segments
+        self._paging = paging
         # of each segment, the first token that resolves: of longer runs only the last does
         self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
         short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
@@ -73,7 +70,7 @@ class Spilled:
         self._ending = frozenset(at for at in short if segments[at].num_logits and segments[at].end <= segments[at].picks_from)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
-            self._table_BP, self._hot_BQ, self._owner_X, self._first_A, self._last_X = self._tables(batch, short)
+            self._table_BP, self._hot_BQ, self._owner_X, self._first_A, self._last_X = self._tables(segments, short)
 
     @property
     def asks_host(self) -> bool:
@@ -154,20 +151,21 @@ class Spilled:
 
     # ---- inside -----------------------------------------------------------------------------------
 
-    def _tables(self, batch: Batch, short: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def _tables(self, segments: Sequence[RequestRows], short: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Page tables and hot pages of the requests that resolve; of each of their tokens, whose it is and where it stands."""
         looks, hot_pages = [self._paging.looks[at] for at in short], self._spilling.sizes.hot_pages
         longest = max(len(look.pages) for look in looks)
         table, hot = np.zeros((len(short), longest), np.int64), np.full((len(short), hot_pages), ABSENT, np.int64)
         for row, (at, look) in enumerate(zip(short, looks, strict=True)):
-            numbers = batch.segments[at].hot_numbers
+            numbers = segments[at].hot_numbers
             table[row, : len(look.pages)], table[row, len(look.pages) :] = look.pages, look.pages[0]
             hot[row, : len(numbers)] = numbers
         firsts = [look.position + self._first[at] for at, look in zip(short, looks, strict=True)]
         last = np.concatenate([np.arange(first, look.end) for first, look in zip(firsts, looks, strict=True)])
         owner = np.repeat(np.arange(len(short)), [look.end - first for first, look in zip(firsts, looks, strict=True)])
         begin = np.searchsorted(owner, np.arange(len(short) + 1))
-        table_X, hot_X, owner_X, first_A, last_X = batch.numbers(table.flatten(), hot.flatten(), owner, begin, last)
+        sight, values = self._paging.sight, (table.flatten(), hot.flatten(), owner, begin, last)
+        table_X, hot_X, owner_X, first_A, last_X = several_on_device(values, sight.device, sight.send)
         return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), first_A.int(), last_X.int()
 
     def _asking(self, choices: Sequence[Choice | None]) -> Iterator[tuple[Singles | Run, Choice | None, int]]:
@@ -223,17 +221,16 @@ class Spilled:
         return Piece(start=look.start, stop=look.stop, parts=parts, paging=own, staged=staged, resident=resident)
 
 
-def spilled_in(batch: Batch) -> Spilled | None:
-    """None where all rows that a pass looks at are on the device, in pages of their own."""
-    spilling = batch.pages.spilling
-    if spilling is None or not spilling.row_pages.num_backed:
+def spilled_in(spilling: Spilling, segments: Sequence[RequestRows], paging: Callable[[], Paging]) -> Spilled | None:
+    """None where all rows that a pass looks at are on the device, in pages of their own. `paging` makes that of prefix pages."""
+    if not spilling.row_pages.num_backed:
         return None
-    size = batch.spec.page_tokens
-    backed = [spilling.row_pages.backed(each.prefix_pages[: -(-each.end // size)]).any() for each in batch.segments]
+    size = spilling.places.page_rows
+    backed = [spilling.row_pages.backed(each.prefix_pages[: -(-each.end // size)]).any() for each in segments]
     if not any(backed):
         return None
-    staged = (at for at, each in enumerate(batch.segments) if backed[at] and len(each.tokens) > SHORT_RUN)
-    return Spilled(batch, spilling, frozenset(staged))
+    staged = (at for at, each in enumerate(segments) if backed[at] and len(each.tokens) > SHORT_RUN)
+    return Spilled(spilling, segments, paging(), frozenset(staged))
 
 
 def _stacked(parts: Sequence[tuple[torch.Tensor, int]], padding: float) -> torch.Tensor:

@@ -20,8 +20,7 @@ from stepwell.base.spec.spill import HEADER, SLOT, Spill
 from stepwell.base.tasks import PageIds
 from stepwell.base.units import format_bytes
 from stepwell.engine.passes.numbers import Send, copy
-from stepwell.engine.passes.pages import DevicePages, part_PLRE
-from stepwell.engine.passes.rows import LayerPlaces
+from stepwell.engine.passes.rows import LayerPlaces, part_PLRE, typed_PLRE
 from stepwell.engine.passes.stages import Stages
 from stepwell.memory.row_pages import ABSENT, RowPages
 from stepwell.sparse.counts import Found
@@ -114,9 +113,14 @@ class Spilling:
         self._resolve, self._fetch, self._read = resolve, fetch, read
         self._asks_host = asks_host
         own = {part.state: part for part in spec.device_parts(Kind.PREFIX)}
+        mine, whole = (
+            next(part for part in of.device_parts(kind) if part.state == self.state)
+            for of, kind in ((spec, Kind.ROWS), (replace(spec, spill=None), Kind.PREFIX))
+        )
+        dtype = spec.state(self.state).dtype
         self.places = Places(
-            rows_PLRE=DevicePages(spec, rows).state_PLRE(self.state),
-            host_PLRE=DevicePages(replace(spec, spill=None), {Kind.PREFIX: host}).state_PLRE(self.state),
+            rows_PLRE=typed_PLRE(rows[Kind.ROWS], mine, dtype),
+            host_PLRE=typed_PLRE(host, whole, dtype),
             slot_PGR=part_PLRE(rows[Kind.PREFIX], own[SLOT], torch.int32)[..., 0],
             header_P3=part_PLRE(rows[Kind.PREFIX], own[HEADER], torch.int32)[:, 0, 0],
             numbers=sizes.requests * sizes.hot_pages,

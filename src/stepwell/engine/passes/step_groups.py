@@ -9,15 +9,12 @@ singles.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.groups import Groups, Indices, OpenRows, Seen
-
-if TYPE_CHECKING:
-    from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.paging import RequestRows
 
 _NUMBERS = 8  # for each single, before its pages
 

@@ -19,12 +19,13 @@ from stepwell.base.errors import NoRoom, StepwellError
 from stepwell.base.ids import LeaseId
 from stepwell.base.prompt import unpack
 from stepwell.cache.facade import Cache
+from stepwell.engine.approximate.selector import Selector
 from stepwell.engine.models.base import Decoder
 from stepwell.engine.ops.guarded import Report
-from stepwell.engine.ops.selector import Selector
-from stepwell.engine.passes.batch import Batch, RequestRows
+from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.open_groups import OpenGroups
 from stepwell.engine.passes.pages import DevicePages
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.passes.spilled import Spilled
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.requests.request import Chunk
@@ -259,7 +260,7 @@ class Runner:
         batch = self._batch([segment])
         batch.prepare()
         with spilling.pretend_on_host(int(lease.prefix_pages[0])):
-            batch.spilled = Spilled(batch, spilling, frozenset())
+            batch.spilled = Spilled(spilling, batch.segments, batch.paging(None), frozenset())
             self.model.compute(batch)
 
     def _batch(self, segments: Sequence[RequestRows], arriving: Sequence[Arriving] = ()) -> Batch:

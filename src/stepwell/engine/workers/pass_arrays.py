@@ -27,7 +27,7 @@ import numpy as np
 
 from stepwell.base.ids import Kind
 from stepwell.base.tasks import PageIds
-from stepwell.engine.passes.batch import RequestRows
+from stepwell.engine.passes.paging import RequestRows
 from stepwell.engine.sampling.choices import Choosing
 from stepwell.engine.workers.choosing_arrays import pack_choosing, read_choosing
 from stepwell.jobs.channel import Array, Message

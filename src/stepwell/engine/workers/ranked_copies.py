@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from stepwell.base.ids import JobId
 from stepwell.base.tasks import Completion, Plan
@@ -16,21 +15,37 @@ from stepwell.engine.workers.messages import pack_plan
 from stepwell.jobs.channel import Message
 from stepwell.jobs.processes import RankLost
 
-if TYPE_CHECKING:
-    from stepwell.engine.workers.rank_workers import RankWorkers
+
+class CopyingRanks(Protocol):
+    """Worker processes that copy: `RankWorkers`."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def running(self) -> bool: ...
+    def send_all(self, message: Message) -> None:
+        """Raises RankLost."""
+        ...
+
+    def take(self, timeout_s: float = 0.0) -> None:
+        """Passes on what ranks have answered. Raises RankLost."""
+        ...
+
+    def end(self) -> None:
+        """Ends all of them."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
 class _Copying:
     owing: set[int]
     error: str | None = None
-    took_s: float = 0.0
 
 
 class RankedCopies:
     """A CopyExecutor whose ranks are worker processes. What was under way when a rank was lost is taken back, not answered."""
 
-    def __init__(self, workers: RankWorkers) -> None:
+    def __init__(self, workers: CopyingRanks) -> None:
         self._workers = workers
         self._open: dict[JobId, _Copying] = {}
         self._waiting: dict[JobId, Plan] = {}  # of those, for ranks to run
@@ -66,17 +81,13 @@ class RankedCopies:
         copying = None if job in self._waiting else self._open.get(job)
         if copying is None or rank not in copying.owing:
             raise ValueError("a copy that it was not asked for")
-        error, took_s = message.fields.get("error"), message.fields.get("took_s")
-        if error is not None:
+        if message.fields.get("error") is not None:
             copying.error = copying.error or f"rank {rank}: {message.text('error')}"
-        if not isinstance(took_s, float) or not 0 <= took_s < inf:
-            raise ValueError(f"a copy that took {took_s!r:.40} s")
-        copying.took_s = max(copying.took_s, took_s)
         copying.owing.discard(rank)
         self._moved_s[rank] = monotonic()
         if not copying.owing:
             del self._open[job]
-            self._done.append(Completion(job=job, error=copying.error, took_s=copying.took_s))
+            self._done.append(Completion(job=job, error=copying.error))
 
     def answers(self) -> list[Completion]:
         self._take(0.0)

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from stepwell.base.errors import StepwellError
@@ -124,14 +123,14 @@ class Worker:
         raise ValueError(f"nobody knows what {message.kind!r:.40} means")
 
     def _copy(self, message: Message) -> None:
-        job, began_s, error = message.fields.get("job"), monotonic(), None
+        job, error = message.fields.get("job"), None
         try:
             assert self._shard is not None, f"{COPY} before {SETUP}"
             self._shard.copy(message)
         except BaseException as failure:  # the worker boundary: it comes home as a value
             error = f"{type(failure).__name__}: {failure}"[:MOST_TEXT]
         with contextlib.suppress(ChannelClosed):
-            self._channel.send(Message(kind=COPIED, fields={"job": job, "error": error, "took_s": monotonic() - began_s}))
+            self._channel.send(Message(kind=COPIED, fields={"job": job, "error": error}))
 
 
 def _may_take_its_time(message: Message) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.sparse.summaries import hidden_units, products
+from stepwell.engine.approximate.summaries import hidden_units, products
 
 ROUNDS = 4
 _TINY = 1e-20

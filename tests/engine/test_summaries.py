@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from stepwell.sparse.clusterkv import ClusterKV  # noqa: E402
-from stepwell.sparse.quest import Quest  # noqa: E402
-from stepwell.sparse.summaries import Summary  # noqa: E402
+from stepwell.engine.approximate.clusterkv import ClusterKV  # noqa: E402
+from stepwell.engine.approximate.quest import Quest  # noqa: E402
+from stepwell.engine.approximate.summaries import Summary  # noqa: E402
 
 SHAPES = [(1, 1, 8), (2, 1, 16), (3, 3, 64), (2, 4, 32)]  # key heads, query heads of each, width
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.summaries import BOUNDS, CLUSTERS, DSA, QUEST, QUEST_TOKENS, SELECTORS, num_groups
+from stepwell.engine.approximate.clusterkv import ClusterKV
+from stepwell.engine.approximate.quest import Quest
+from stepwell.engine.approximate.selector import Selector
+from stepwell.engine.approximate.summaries import Summary
 from stepwell.engine.ops.kernels import Kernels
-from stepwell.engine.ops.selector import Selector
-from stepwell.engine.passes.pages import TORCH_DTYPES
-from stepwell.sparse.clusterkv import ClusterKV
-from stepwell.sparse.quest import Quest
-from stepwell.sparse.summaries import Summary
+from stepwell.engine.passes.rows import TORCH_DTYPES
 
 SINKS = 16  # first tokens, which are always picked
 RECENT = 64  # last tokens, the same

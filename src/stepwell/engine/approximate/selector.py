@@ -11,7 +11,7 @@ outcome is a `Selection`, and whoever attends does not know who picked.
 Summaries are a state of the model, cached with its pages. Those of runs are made in their layer, before anybody picks; those of
 single tokens behind the pass, for all layers at once: a token does not ask for the summary of its own unit, whole or not. Either
 is made of keys in pages that the pass writes to, whose rows are never on the host alone. Axes as in `ops/selection.py` and
-`sparse/summaries.py`.
+`summaries.py`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from stepwell.base.tasks import PageIds
+from stepwell.engine.approximate.summaries import Summary
 from stepwell.engine.ops.selection import Best, LastScores, Picked, Selection, best
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.numbers import Send, on_device
 from stepwell.engine.passes.paging import Paging, Run, Singles
 from stepwell.engine.passes.rows import Rows
-from stepwell.sparse.summaries import Summary
 
 BLOCK_BYTES = 64 << 20  # of scores
 

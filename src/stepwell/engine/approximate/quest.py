@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from stepwell.sparse.summaries import hidden_units, products
+from stepwell.engine.approximate.summaries import hidden_units, products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ import sglang_attention  # noqa: E402
 
 sglang_attention.install()
 
-from lives import Answer, asked, chill, settled  # noqa: E402
+from engine_lives import Answer, asked, chill, settled  # noqa: E402
 from models import prompt, saved  # noqa: E402
 
 PAGE, HOST_MEMORY = 64, "1GiB"

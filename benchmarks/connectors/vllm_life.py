@@ -21,7 +21,7 @@ os.environ |= {
     "TRANSFORMERS_VERBOSITY": "error",
 }  # fmt: skip
 
-from lives import Answer, asked, chill, settled
+from engine_lives import Answer, asked, chill, settled
 from models import prompt, saved
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig

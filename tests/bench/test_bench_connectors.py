@@ -13,7 +13,7 @@ from rich.console import Console
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "connectors")]
 
-from lives import settled, size_of  # noqa: E402
+from engine_lives import settled, size_of  # noqa: E402
 
 import bench_connectors as bench  # noqa: E402
 from stepwell.store.registry import open_store  # noqa: E402
@@ -81,7 +81,7 @@ def test_an_engine_that_is_not_installed_is_left_out_and_named(engine: bench.Eng
 def test_bytes_are_those_of_values_once_nothing_is_written_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr("lives.time", clock)
+    monkeypatch.setattr("engine_lives.time", clock)
     files, here = iter(range(3)), space("here")
 
     def work() -> None:

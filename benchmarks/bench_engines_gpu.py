@@ -58,7 +58,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Process:
-    """A life under way: it imports when it is made, and runs when it is told to."""
+    """A life in progress: it imports at once, and runs when `play` starts it."""
 
     plan: Plan
     popen: subprocess.Popen[str]

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 import torch
 from rich.console import Console
 
-from gpu import copies, cost, decode, disk, guided, host, hybrids, prefill, room, sampling
+from gpu import copies, cost, decode, disk, full_device, guided, host, hybrids, prefill, sampling
 from gpu.bench import Bench, Budget
 from report import ROOT, Row, goals_of, kernels_of, machine, table_of, write
 
@@ -48,7 +48,7 @@ PARTS = {
     "host": Part(title="First token from the host", seconds=80, measure=host.measure),
     "hidden": Part(title="Load behind new tokens", seconds=25, measure=host.measure_hidden),
     "disk": Part(title="First token from the disk", seconds=35, measure=disk.measure),
-    "room": Part(title="First token on a full device", seconds=60, measure=room.measure),
+    "full": Part(title="First token on a full device", seconds=60, measure=full_device.measure),
     "cost": Part(title="The cost of tiers without reuse", seconds=30, measure=cost.measure),
 }
 

@@ -128,7 +128,7 @@ def spec_named(name: str) -> ModelSpec:
 
 @cache
 def num_pages(path: Path, page_tokens: int, requests: int | None) -> int:
-    """Distinct whole pages of a trace's prompts, of which one token each is always computed."""
+    """Distinct whole pages of a trace's prompts without their last token, which is always computed."""
     trace = Case(trace=path, spec="", sizes={}, policy="", hardware=Hardware(), requests=requests).open_trace()
     seen: set[int] = set()
     for request in trace:

@@ -1,4 +1,4 @@
-"""Replays of several tiers: every row of `benchmarks/results/replays-tiers.json` again, beside what it was.
+"""Replays of several tiers: every row of `benchmarks/results/replays-tiers.json` again, with its earlier result.
 
     python benchmarks/replay_tiers.py --traces FOLDER                     all rows, one after the other (an hour and more)
     python benchmarks/replay_tiers.py --traces FOLDER --jobs 8 --only exclusive
@@ -29,8 +29,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="replays at a time (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="where all rows go, replayed or not (default: %(default)s)")
     args = parser.parse_args()
-    told = json.loads(args.rows.read_text())
-    wanted = [row for row in told["rows"] if not args.only or set(args.only) & set(row["replay"].split())]
+    recorded = json.loads(args.rows.read_text())
+    wanted = [row for row in recorded["rows"] if not args.only or set(args.only) & set(row["replay"].split())]
     wanted.sort(key=lambda row: -row["wall_s"])  # the longest first, so that none is left alone at the end
     began = time.monotonic()
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -40,9 +40,9 @@ def main() -> int:
             found[row["replay"]] = row
             change = f"{before['hit_rate']:6.2f} -> {row['hit_rate']:6.2f}"
             print(f"{time.monotonic() - began:5.0f} s  {count}/{len(wanted)}  {change}  {row['replay']}", flush=True)
-            rows = [found.get(each["replay"], each) for each in told["rows"]]
+            rows = [found.get(each["replay"], each) for each in recorded["rows"]]
             lines = ", \n".join(json.dumps(each) for each in rows)
-            args.output.write_text(f'{{"about": {json.dumps(told["about"])}, "rows": [\n{lines}\n]}}\n')
+            args.output.write_text(f'{{"about": {json.dumps(recorded["about"])}, "rows": [\n{lines}\n]}}\n')
     return 0
 
 
@@ -54,16 +54,16 @@ def replay(traces: Path, what: str) -> Row:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{what}: {done.stderr[-500:]}")
-    told = json.loads(done.stdout)
-    computed = max(told["computed_tokens"], 1)
+    found = json.loads(done.stdout)
+    computed = max(found["computed_tokens"], 1)
     return {
         "replay": what,
-        "requests": told["requests"],
-        "hit_rate": round(100 * told["hit_rate"], 2),
-        "store_gb_per_million_computed": round(told.get("store_written_bytes", 0) / computed / 1e3, 2),
-        "host_written_gb": round(told.get("host_written_bytes", 0) / 1e9),
-        "too_large": told["too_large"],
-        "wall_s": round(told["wall_s"]),
+        "requests": found["requests"],
+        "hit_rate": round(100 * found["hit_rate"], 2),
+        "store_gb_per_million_computed": round(found.get("store_written_bytes", 0) / computed / 1e3, 2),
+        "host_written_gb": round(found.get("host_written_bytes", 0) / 1e9),
+        "too_large": found["too_large"],
+        "wall_s": round(found["wall_s"]),
     }
 
 

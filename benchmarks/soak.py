@@ -47,7 +47,7 @@ def main() -> int:
     args = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)
     os.environ["MALLOC_ARENA_MAX"] = "2"  # as servers run under deploy/: memory that was freed does not pile up
-    os.environ["PYTHONFAULTHANDLER"] = "1"  # a server that is aborted tells what its threads do
+    os.environ["PYTHONFAULTHANDLER"] = "1"  # an aborted server prints what its threads do
     seed = args.seed if args.seed is not None else secrets.randbelow(10**6)
     console.print(f"seed {seed}: the same again with --seed {seed}")
     plan = Plan(seed=seed, seconds=60 * args.minutes, device=args.device, clients=args.clients)
@@ -58,14 +58,14 @@ def main() -> int:
             keep(logs_in(Path(directory)), args.logs)
             console.print(f"the logs of its servers are in {args.logs}", soft_wrap=True)
     _show(console, verdict)
-    told = {
+    found = {
         "right": verdict.right, "seed": plan.seed, "minutes": args.minutes, "clients": plan.clients, "took_s": verdict.took_s,
         "outcomes": verdict.tally.outcomes, "tokens": verdict.tally.tokens, "troubles": verdict.troubles,
         "growth": None if verdict.growth is None else asdict(verdict.growth), "counters": verdict.counters,
         "damaged": verdict.damaged, "answered_after": verdict.answered_after, "warned": verdict.warned,
         "faults": verdict.faults, "machine": machine(plan.device),
     }  # fmt: skip
-    args.json.write_text(json.dumps(told, indent=1) + "\n")
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
     console.print(f"{verdict.took_s:.0f} s; written to {args.json.name}")
     return 0 if verdict.right else 1
 

@@ -1,4 +1,4 @@
-"""vLLM's own offloading (OffloadingConnector: host tier, then files) where there is no GPU, to measure beside.
+"""vLLM's own offloading (OffloadingConnector: host tier, then files) on machines without a GPU, for comparison.
 
 vLLM 0.32 refuses a CPU as the device, since its copies run on CUDA's streams. Here they are plain copies, made at once; the
 scheduler's side, the host tier, the files and their threads are vLLM's. Named as `spec_name` and `spec_module_path`.

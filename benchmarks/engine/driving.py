@@ -1,4 +1,4 @@
-"""Runs requests through an engine as a caller would, and moves what is cached to the tier that is to be measured."""
+"""Runs requests through an engine as a caller would, and moves what is cached to the tier to measure."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Life:
             logprobs=logprobs, ttft_s=round(ttft, 4) if ttft else None, **about,
         )  # fmt: skip
 
-    def forget(self) -> None:
+    def empty(self) -> None:
         """Empties vLLM's own prefix cache; what the connector has stays. Steps let saves end."""
         for number in range(RESETS):
             self.answer(text(900 + number, 64), round="between", prompt="short")
@@ -98,7 +98,7 @@ class Life:
         for number, name in enumerate(self._order["rounds"]):
             if number and name != "device":
                 time.sleep(self._order["settle_s"])
-                self.forget()
+                self.empty()
             for prompt, ids in prompts(self._order["lengths"], self._order["prompts"]).items():
                 self.answer(ids, round=name, prompt=prompt)
 
@@ -141,7 +141,7 @@ def main() -> None:
     say(what="engine", version=vllm.__version__, torch=torch.__version__, start_s=round(time.perf_counter() - began, 1))
     life.rounds()
     if order["talks"]:
-        life.forget()
+        life.empty()
         life.talk()
     life.end()
     sys.stdout.flush()

@@ -95,7 +95,7 @@ class Bench:
         return TINY_STEPS if self.tiny else count
 
     def prompts(self, count: int, length: int, vocab: int) -> list[list[int]]:
-        """Of random tokens, new ones every time."""
+        """Prompts of random tokens, new ones every time."""
         self._seed += 1
         return np.random.default_rng(self._seed).integers(0, vocab, (count, length)).tolist()  # type: ignore[no-any-return]
 

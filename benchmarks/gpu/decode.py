@@ -1,4 +1,4 @@
-"""Decode steps of dense models, as a caller has them, beside the time in which memory gives weights and contexts once.
+"""Decode steps of dense models as a caller sees them, compared with the time to read weights and contexts once from memory.
 
 Every request has pages of its own. Contexts of 8K begin with those of 2K, and so on, so that each prompt is computed once.
 """

@@ -17,7 +17,7 @@ MOST_KERNELS = 12
 
 
 def median_us(compute: Callable[[], object], *, rounds: int, parts: int) -> float:
-    """Of one of the equal `parts` that `compute` is made of."""
+    """Microseconds of one of the equal `parts` of `compute`."""
     compute()
     times = []
     for _ in range(rounds):
@@ -30,7 +30,7 @@ def median_us(compute: Callable[[], object], *, rounds: int, parts: int) -> floa
     return statistics.median(times)
 
 
-def played_us(compute: Callable[[], object], *, rounds: int, parts: int) -> float:
+def replayed_us(compute: Callable[[], object], *, rounds: int, parts: int) -> float:
     """The same from a CUDA graph of all parts."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -73,7 +73,7 @@ def profiled(work: Callable[[], object]) -> list[Span]:
 
 
 def longest(spans: Sequence[Span], *, steps: int, most: int = MOST_KERNELS) -> tuple[KernelTime, ...]:
-    """The kernels that took longest in one of so many steps, by name, all calls together."""
+    """The kernels that took longest in one of `steps` steps, by name, all calls together."""
     took: dict[str, list[float]] = defaultdict(list)
     for span in spans:
         took[span.name].append(span.stop - span.start)

@@ -1,4 +1,4 @@
-"""First tokens of a prompt whose state is on the disk, beside as many bytes of one file, read plainly. No page cache helps."""
+"""First tokens of a prompt whose state is on the disk, compared with a plain read of as many bytes, without the page cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure(bench: Bench) -> list[Row]:
         made, device_bytes=memory, host_bytes=2 * memory,  # half of it takes what is fetched for requests that have not begun
         store=f"log:{directory}",
         store_options={"budget": str(max(2 * memory, 1 << 30))},
-        # Computing would be as soon on this machine, and is what the cache would choose if it were not told otherwise.
+        # Without this setting the cache would compute, which takes about as long on this machine.
         store_config=StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, checkpoint_delay_s=0, recompute_tokens_per_s=1),
     )  # fmt: skip
     del made

@@ -1,4 +1,4 @@
-"""First tokens of prompts whose state is on the host, beside the bus; and how much of a load passes behind computing.
+"""First tokens of prompts whose state is on the host, compared with the bus; and the share of a load hidden by computing.
 
 A prompt has one token more than whole pages, so that all but one token are loaded.
 """
@@ -37,7 +37,7 @@ def measure(bench: Bench) -> list[Row]:
 
 
 def measure_hidden(bench: Bench) -> list[Row]:
-    """A load with new tokens behind it, beside the load alone and the new tokens alone."""
+    """A load followed by new tokens, compared with the load alone and the new tokens alone."""
     prefix, new = bench.tokens(PREFIX), max(bench.tokens(NEW), 2)
     engine = _engine(bench, PREFIX + 4 * ROUNDS * NEW)
     try:
@@ -120,7 +120,7 @@ def _note(found: First, cold: First, length: int) -> str:
 
 
 def _ask(bench: Bench, engine: Engine, known: list[int], new: int, *, from_host: bool) -> First:
-    """The first token of a known prefix and so many new tokens behind it."""
+    """The first token of a known prefix and `new` tokens after it."""
     settle(engine)
     if from_host:
         leave_in(engine, "host")

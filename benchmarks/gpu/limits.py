@@ -28,7 +28,7 @@ def step_limit_s(weights: float, spec: ModelSpec, picked: dict[str, int], *, bat
 
 
 def weight_bytes(made: Made, batch: int) -> float:
-    """Read in one step: all but the embedding, and of experts those that somebody is expected to visit."""
+    """Read in one step: all but the embedding, and the experts that some request is expected to visit."""
     config, seen, total = made.config, set[int](), 0.0
     tied = config.tie_word_embeddings
     top = getattr(config, "num_experts_per_tok", None) or getattr(config, "num_experts_per_token", None) or 0
@@ -42,7 +42,7 @@ def weight_bytes(made: Made, batch: int) -> float:
 
 
 def state_bytes(spec: ModelSpec, context: int, picked: dict[str, int]) -> float:
-    """Of one request in one step. A recurrent state is read and written; open groups of a compressor are not counted."""
+    """State of one request in one step. A recurrent state is read and written; open groups of a compressor are not counted."""
     total = 0.0
     for state in spec.states:
         rows: float = 0

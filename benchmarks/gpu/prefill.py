@@ -1,4 +1,4 @@
-"""Prompts until their first tokens, beside transformers with sdpa on weights of the same shape. Nothing is reused."""
+"""Prompts until their first tokens, compared with transformers with sdpa on weights of the same shape. Nothing is reused."""
 
 from __future__ import annotations
 

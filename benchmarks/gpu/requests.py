@@ -58,14 +58,14 @@ class Steady:
         return self
 
     def times(self, steps: int) -> list[float]:
-        """Wall time of each of so many consecutive steps. Raises RuntimeError where many brought no token to somebody."""
+        """Wall time of each of `steps` consecutive steps. Raises RuntimeError where many requests got no token."""
         self._bench.wait()
         stamps, made = [time.perf_counter()], 0
         for _ in range(steps):
             made += sum(len(delta.tokens) for delta in step(self._engine))
             stamps.append(time.perf_counter())
         if made < LEAST_SHARE * (asked := steps * len(self._numbers)):
-            raise RuntimeError(f"{made} tokens came in {steps} steps, not {asked}: somebody was preempted, or waits")
+            raise RuntimeError(f"{made} tokens came in {steps} steps, not {asked}: a request was preempted, or waits")
         return [after - before for before, after in pairwise(stamps)]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,4 +1,4 @@
-"""What choosing tokens costs a step: greedy, by temperature, top-k and top-p, by the kernels and by plain torch, beside reading.
+"""The cost of sampling in a step: greedy, by temperature, top-k and top-p, by the kernels and by plain torch.
 
 Sharp logits are spread as those of a trained model are, so that few tokens make up the top-p; of flat ones most do.
 """

@@ -39,7 +39,7 @@ class Watched:
         runner.model = replace(runner.model, kernels=kernels)
 
     def waited_s(self) -> float:
-        """How long the device had nothing queued after passes with prompts, as far as the host can tell."""
+        """How long the device had nothing queued after passes with prompts, as seen by the host."""
         pairs = zip(self.passes, self.passes[1:], strict=False)
         return sum(max(other.queued_s - one.read_s, 0.0) for one, other in pairs if one.prompts and one.read_s)
 

@@ -1,6 +1,6 @@
 """What SGLang's HiCache needs a GPU for, in plain torch: copies between device and host, and registered memory.
 
-Importing this makes SGLang importable beside a CPU build of torch. `install` changes its modules in this process only.
+Importing this makes SGLang importable with a CPU build of torch. `install` changes its modules in this process only.
 """
 
 from __future__ import annotations

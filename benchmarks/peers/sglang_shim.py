@@ -1,4 +1,4 @@
-"""Lets SGLang, which imports torchvision, be imported beside a CPU build of torch.
+"""Makes SGLang, which imports torchvision, importable with a CPU build of torch.
 
 Changes the operator registry of this process only; never touches installed files.
 """

@@ -1,9 +1,9 @@
 """Requests of synthetic agents and chats, scaled to a small model and a short time. Pure.
 
-    trace       |b1|b2|b3|b4| tail |  at 812.4 s      32,000 tokens, of which blocks are shared with other requests
-    arrival     |b1|b2|b3|b4| tail |  at 1.7 s         1,000 tokens, of which as large a share is shared with the same ones
+    trace       |b1|b2|b3|b4| tail |  at 812.4 s      32,000 tokens; other requests share some of its blocks
+    arrival     |b1|b2|b3|b4| tail |  at 1.7 s         1,000 tokens; the same requests share as large a part
 
-Lengths are scaled by one factor, so long prompts stay long beside short ones; times by another, so bursts stay bursts.
+Lengths are scaled by one factor, so long prompts stay longer than short ones; times by another, so bursts stay bursts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Arrival:
 
 
 def made_up(load: Load) -> list[Arrival]:
-    """Agents with tools and sub-agents, and some chats, as many as come back a few times while it lasts."""
+    """Agents with tools and sub-agents, and some chats: sessions that return a few times in this time."""
     sessions = max(min(load.clients, load.count // _TURNS), 1)
     agents = max(round(sessions * _AGENTS), 1)
     found = generate("agents", Shape(sessions=agents, seed=load.seed, duration_s=60, block_tokens=_BLOCK_TOKENS))

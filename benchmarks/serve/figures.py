@@ -16,7 +16,7 @@ BEHIND_S = 0.05  # of the sending: a twentieth of a second is more than noise of
 
 
 def figures(parts: Sequence[Played]) -> dict[str, Any]:
-    """Of one case under one load. Times in seconds; None where nothing came."""
+    """Figures of one case under one load. Times in seconds; None where nothing came."""
     heard = [each for part in parts for each in part.heard]
     seconds = sum(part.seconds for part in parts)
     done = [each for each in heard if each.outcome == "done"]
@@ -40,7 +40,7 @@ def figures(parts: Sequence[Played]) -> dict[str, Any]:
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """By nearest rank: a value that somebody met."""
+    """By nearest rank: a measured value."""
     ordered = sorted(values)
     if not ordered:
         return None

@@ -1,7 +1,7 @@
 """Sends requests when they are due, whatever came of those before, and notes what each client heard and when.
 
 Times count from when a request was due, not from when it was sent: a server that is behind cannot make its clients ask later.
-Where the sending itself is late, that is told.
+Late sending is reported.
 """
 
 from __future__ import annotations

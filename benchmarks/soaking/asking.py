@@ -17,7 +17,7 @@ from serve.streaming import Refused, events, sources_of
 from soaking.backend import PATIENCE_S, Backend
 from soaking.known import Known
 
-_KEPT = 20  # faults that are told in full
+_KEPT = 20  # faults that are reported in full
 
 
 @dataclass(kw_only=True)
@@ -53,7 +53,7 @@ class Wish:
 
 
 def wish(random: Random, known: Sequence[Known]) -> Wish:
-    """Popular prompts more often. One in ten has a salt that nobody had before, so that tiers have something to evict."""
+    """Popular prompts more often. One in ten has a new salt, so that tiers have something to evict."""
     drawn, leaving = random.random(), random.random()
     salt = f"{random.getrandbits(64):x}" if drawn < 0.1 else f"salt {random.randrange(3)}" if drawn < 0.25 else None
     chosen = known[int(len(known) * random.random() ** 1.5)]
@@ -76,7 +76,7 @@ class Client:
         async with httpx.AsyncClient(timeout=PATIENCE_S, limits=limits, trust_env=False) as http:
             while going():
                 backend = self._random.choice(self._backends)
-                drawn = wish(self._random, self._known)  # drawn though nobody may be there: who asks what depends on the seed
+                drawn = wish(self._random, self._known)  # drawn even if the server is down: requests depend on the seed alone
                 if backend.up:
                     await self.ask(http, backend, drawn)
                 else:
@@ -116,8 +116,8 @@ class _Heard:
 
 async def _hear(http: httpx.AsyncClient, address: str, drawn: Wish, heard: _Heard) -> None:
     """Fills `heard` as an answer comes; leaves in its middle where that was drawn."""
-    async with aclosing(events(http, address, drawn.body())) as told:
-        async for event in told:
+    async with aclosing(events(http, address, drawn.body())) as answer:
+        async for event in answer:
             for choice in event["choices"]:
                 chosen = choice["logprobs"] or {"tokens": [], "token_logprobs": []}
                 heard.words += chosen["tokens"]

@@ -25,13 +25,13 @@ class Footprint:
     """What a process holds, read from /proc."""
 
     memory_bytes: int  # its own and shared; not the files it has mapped
-    files: int  # but those of the log, of which an owner has as many open as there are segments
+    files: int  # except those of the log, whose owner has all segments open
     threads: int
     owns: bool = False  # whether it has files of the log open
 
 
 class Backend:
-    """One server. `life` grows when the process is about to end, so whoever asks can tell whether an error was to be expected."""
+    """One server. `life` grows when the process is about to end, so that a client knows whether an error was expected."""
 
     def __init__(self, name: str, arguments: Sequence[str], directory: Path, store: tuple[str, dict[str, str]]) -> None:
         """`store`: the name and the options that it is started with, and attached again with."""
@@ -76,7 +76,7 @@ class Backend:
         await self._end(signal.SIGKILL)
 
     async def abort(self) -> Path:
-        """Ends a server that does not come to rest, so that it tells what its threads do; where that is told."""
+        """Ends a server that does not come to rest so that it prints what its threads do; returns its log."""
         await self._end(signal.SIGABRT)
         return self.logs[-1]
 
@@ -100,8 +100,8 @@ class Backend:
 
     async def audit(self) -> str | None:
         """What is wrong with its books; None for nothing."""
-        told = await self._order("POST", "/cache/audit")
-        return None if told["clean"] else f"{self.name}: {told['says']}"
+        audit = await self._order("POST", "/cache/audit")
+        return None if audit["clean"] else f"{self.name}: {audit['says']}"
 
     async def state(self) -> dict[str, Any]:
         return await self._order("GET", "/cache")

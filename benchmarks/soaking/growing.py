@@ -13,7 +13,7 @@ from statistics import median
 from soaking.backend import Footprint
 
 WARM_SHARE = 1 / 3  # of the soak: until tiers and the store are full and every kind of trouble was met
-JUDGED_FROM_S = 180.0  # a shorter watch tells noise from growth no more
+JUDGED_FROM_S = 180.0  # a shorter watch cannot separate noise from growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """Of one process while it was watched."""
+    """Growth of one process while it was watched."""
 
     watched_s: float
     first_bytes: float
@@ -40,7 +40,7 @@ class Growth:
 
 
 def growth(samples: Sequence[Sample]) -> Growth | None:
-    """After the warm-up; None where there is too little to tell anything."""
+    """After the warm-up; None where there are too few samples."""
     if not samples:
         return None
     begins = samples[0].at_s + WARM_SHARE * (samples[-1].at_s - samples[0].at_s)

@@ -39,7 +39,7 @@ class Known:
         off = [abs(came - right) for came, right in zip(logprobs, self.logprobs, strict=False)]
         if max(off, default=0.0) <= SAME:
             return None
-        each = " ".join(f"{one:.1g}" for one in off)  # where it begins, and whether it grows, tells what was wrong
+        each = " ".join(f"{one:.1g}" for one in off)  # where it begins and whether it grows helps to find the cause
         return f"the tokens are right, a logprob is off by {max(off):.2g}: {each}"
 
 
@@ -60,7 +60,7 @@ class Shape:
 
 
 def known_answers(model: str, shape: Shape, seed: int, device: str) -> list[Known]:
-    """The same ones for the same seed. In fp32: what is computed beside an answer moves its logprobs by rounding alone."""
+    """The same ones for the same seed. In fp32: other requests in a batch move its logprobs by rounding alone."""
     random = Random(f"{seed} prompts")
     shared = [_text(random, shape.instruction_tokens) for _ in range(shape.instructions)]
     sessions = [random.choice(shared) for _ in range(shape.sessions)]

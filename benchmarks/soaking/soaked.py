@@ -28,10 +28,10 @@ from stepwell.base.units import format_bytes
 
 SAMPLED_S = 0.5
 LAST_WORDS = 20_000  # of the log of a server that did not come to rest: what all its threads do
-# What a request may leave behind, on average, once everything is warm: half of the least that a forgotten request would, its list
+# What a request may leave behind, on average, once everything is warm: half of what a leaked request would, its list
 # of tokens (8 bytes a token, some 500 tokens). A leaked page is no growth, for tiers have their size: the audit finds it.
 LEFT_BYTES_A_REQUEST = 2048
-NOISE_BYTES = 16 << 20  # what allocators keep now and give back later, however long a process lives
+NOISE_BYTES = 16 << 20  # what allocators keep for a while, however long a process lives
 MORE_FILES, MORE_THREADS = 24, 8  # than in the first half of the watch, at the least: connections that happen to stay open
 
 
@@ -45,7 +45,7 @@ class Plan:
     device: str = "cpu"
     clients: int = 6
     pause_s: tuple[float, float] = (3.0, 12.0)  # before each trouble
-    rounds: int | None = None  # of troubles, after which it ends whatever the time; None for as many as there is time for
+    rounds: int | None = None  # of troubles, after which it ends whatever the time; None for no limit
     shape: Shape = field(default_factory=Shape)
     sizes: tuple[str, ...] = ("--device-memory", "12MiB", "--host-memory", "24MiB", "--max-running", "4")
     store: tuple[tuple[str, str], ...] = (("budget", "96MiB"), ("segment", "4MiB"), ("timeout", "2"))
@@ -116,7 +116,7 @@ async def soak(plan: Plan, directory: Path, say: Callable[[str], None]) -> Verdi
 
 
 def logs_in(directory: Path) -> list[Path]:
-    """Of all servers of the soak that was given this directory, one for each life of theirs."""
+    """Logs of all servers of the soak in this directory, one for each life."""
     return sorted(directory.glob(f"*{LOG_SUFFIX}"))
 
 
@@ -159,8 +159,8 @@ async def _until_idle(*backends: Backend) -> None:
     for backend in backends:
         while (state := await backend.state())["pending"] or any(state["requests"].values()):
             if time.monotonic() > deadline:
-                told = (await backend.abort()).read_text(errors="replace")
-                raise TimeoutError(f"{backend.name} did not come to rest: {json.dumps(state)}\n{told[-LAST_WORDS:]}")
+                log = (await backend.abort()).read_text(errors="replace")
+                raise TimeoutError(f"{backend.name} did not come to rest: {json.dumps(state)}\n{log[-LAST_WORDS:]}")
             await asyncio.sleep(0.05)
 
 

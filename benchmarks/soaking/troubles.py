@@ -90,11 +90,11 @@ class Troubles:
         await self._unlucky.start()
 
     async def _kill_owner(self) -> None:
-        """The steady one lets go of the log until the other has it, comes back as its client, and then the owner is killed."""
+        """The steady server detaches from the log until the other owns it, attaches as a client, and then the owner is killed."""
         await self._steady.detach()
         deadline = time.monotonic() + TAKEN_S
         while self._owner() != self._unlucky.pid and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)  # until it calls its store, and finds that nobody has it
+            await asyncio.sleep(0.05)  # until it calls its store and finds that it has no owner
         await self._steady.attach()
         await asyncio.sleep(self._random.uniform(0, 3))
         if self._owner() == self._unlucky.pid:
@@ -102,7 +102,7 @@ class Troubles:
         await self._kill()
 
     def _owner(self) -> int:
-        """The process that has the log; 0 while nobody does."""
+        """The process that owns the log; 0 for none."""
         said = (self._store / LOCK_NAME).read_text().strip()
         return int(said) if said.isdigit() else 0
 

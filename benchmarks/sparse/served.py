@@ -1,6 +1,6 @@
 """One engine that serves contexts of one length, under a cap of device memory: how many requests run at once, and how fast.
 
-Nobody computes the contexts: they are put into the cache (`traced.py`). From there on requests do what they do on a server. They
+The contexts are not computed: they are put into the cache (`traced.py`). From there on requests do what they do on a server. They
 find their prompts cached, are admitted by what fits, load, spill, and decode in steps that are recorded and go ahead unread.
 """
 
@@ -36,7 +36,7 @@ from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES
 ALL_LAYERS = 61
 CAP_BYTES = 60_000_000_000  # of device memory for the cache, were there all layers
 SMALL_BATCHES = (1, 8, 16)
-STILL = 8  # steps in which nobody comes or goes, after which nobody will
+STILL = 8  # steps without a request that starts or ends, after which the batch counts as steady
 MORE = 1.06  # times as many requests are asked for as should fit
 TRIES = 4
 MOST_S = 300.0  # until everybody runs who will: kernels may have to be compiled
@@ -45,7 +45,7 @@ FETCH, RESOLVE = "_fetch_kernel", ("_claim_kernel", "_assign_kernel")
 
 
 class Preempted(Exception):
-    """Somebody's memory was taken."""
+    """A request was preempted."""
 
 
 class Unsteady(Exception):
@@ -95,7 +95,7 @@ class Shares:
 
 
 def shares_of(spans: Sequence[Span], *, steps: int) -> Shares:
-    """Of one of `steps` steps. Kernels are recognised by their names."""
+    """Shares of one of `steps` steps. Kernels are recognised by their names."""
     took = [(span.name, (span.stop - span.start) / steps) for span in spans]
     return Shares(
         kernels=sum(us for _, us in took),
@@ -106,7 +106,7 @@ def shares_of(spans: Sequence[Span], *, steps: int) -> Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of steady steps. Figures of rows are for one step."""
+    """Figures of steady steps; those of rows are for one step."""
 
     batch: int
     times_s: Sequence[float]
@@ -168,7 +168,7 @@ class Served:
         self._prompts: list[list[int]] = []
 
     def put(self, context: int, followed: Traces) -> None:
-        """Forgets other contexts, and has as many of this length as could run. Behind each is the first token to compute."""
+        """Flushes other contexts and puts the number that could run of this length. Each is followed by the token to compute."""
         settle(self.engine)
         self.engine.cache.flush()
         shape = self.asked[context], context + 1
@@ -177,7 +177,7 @@ class Served:
         self.select.follow(followed, context)
 
     def run(self, batch: int | None) -> Measured:
-        """So many requests, or all that fit, for as long as it takes to measure them. Raises Unsteady."""
+        """`batch` requests, or all that fit, until they are measured. Raises Unsteady."""
         engine, sampling = self.engine, Sampling(max_tokens=self._sizes.answer, ignore_eos=True)
         numbers = [engine.submit(Ask(tokens=prompt, sampling=sampling)) for prompt in self._prompts[:batch]]
         try:
@@ -202,7 +202,7 @@ class Served:
             self.engine.abort(number)
 
     def _begin(self) -> frozenset[int]:
-        """Steps until nobody comes or goes any more; who runs then. Raises Unsteady where that takes too long, or where a context
+        """Steps until no request starts or ends; returns those that run. Raises Unsteady if that takes too long, or if a context
         was evicted and computed."""
         active, still, before = self.engine.scheduler.active, 0, frozenset[int]()
         steps, ends_s = self._sizes.begin, time.monotonic() + MOST_S
@@ -242,7 +242,7 @@ class Served:
         if running - self.engine.scheduler.active.keys():
             raise Preempted
         if tokens < LEAST_SHARE * steps * len(running):
-            raise Unsteady(f"{tokens} tokens came in {steps} steps of {len(running)} requests: somebody waits")
+            raise Unsteady(f"{tokens} tokens came in {steps} steps of {len(running)} requests: some wait")
         return [later - earlier for earlier, later in pairwise(stamps)], tokens
 
     def _found(self) -> SpillReport | None:

@@ -1,12 +1,12 @@
-"""What an engine needs to serve long contexts that nobody computed: selections of a trace, and pages of random rows.
+"""Long contexts for an engine without computing them: selections of a trace, and pages of random rows.
 
     selections   `TracedSelect` stands where `Kernels.select` does. The index is scored and its best are taken as always, so that
                  a step costs what it costs; then what they are is replaced, and their scores too where these are handed on. A
                  model of random weights picks without locality
     step         of a trace: by the position of each token, which is on the device. So a recorded step moves on when it is played.
                  At its end a trace is followed backwards
-    rows         of random numbers, valid in their format, written into pages that the cache hands out and is given back through
-                 its own calls. Rows of all contexts are alike, but no two contexts share a page
+    rows         of random numbers, valid in their format, written into pages of leases, and committed through the cache's own
+                 calls. Rows of all contexts are alike, but no two contexts share a page
 
 Measures nothing. Axes: S traces, N steps, K positions selected, T positions, B requests, P pages, L layers, R rows of a page,
 E bytes of each.
@@ -29,7 +29,7 @@ from stepwell.engine.passes.paging import Paging, Singles
 from stepwell.engine.passes.rows import Rows, latent_rows
 
 TRACES = 2  # which requests have by turns: a trace takes seconds to make, and their misses are alike
-DRAWN_PAGES = 256  # of random rows, written again and again: so many that scores of an index seldom tie
+DRAWN_PAGES = 256  # of random rows, written repeatedly: enough that scores of an index seldom tie
 
 
 class Traces(NamedTuple):
@@ -38,7 +38,7 @@ class Traces(NamedTuple):
 
 
 def traces(latent: Latent, *, context: int, steps: int, count: int) -> Traces:
-    """Of requests that begin to answer behind so many tokens. Scores in 16 bits, which tell enough of them apart."""
+    """Traces of requests that begin to answer after `context` tokens. Scores have 16 bits, which is precise enough."""
     made = [make_trace(latent, context=context, steps=steps, count=count, seed=seed, scores=True) for seed in range(TRACES)]
     position_SNK = torch.from_numpy(np.stack([trace.position_NK for trace in made]))
     return Traces(position_SNK, torch.stack([torch.from_numpy(trace.score_NT).half() for trace in made]))
@@ -81,7 +81,7 @@ class TracedSelect:
 
 
 class Contexts:
-    """Puts prompts into an engine's cache, all of whose tokens count as computed. Nobody may be running."""
+    """Puts prompts into an engine's cache, all of whose tokens count as computed. No request may be running."""
 
     def __init__(self, engine: Engine, config: dict[str, int]) -> None:
         """`config` is the model's."""
@@ -90,7 +90,7 @@ class Contexts:
         self._drawn = {name: _draw(self._pages, name, *width) for name, width in widths.items()}
 
     def put(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Of whole pages each. They end on the host, and stay on the device while nothing newer needs the room."""
+        """Prompts of whole pages. They end on the host, and stay on the device until newer ones need the memory."""
         cache, spilling = self._engine.cache, self._pages.spilling
         for prompt in prompts:
             with cache.acquire(cache.lookup(prompt)) as lease:

@@ -24,10 +24,10 @@ import json, sys
 order = json.loads(sys.argv[1])
 if order["cache"] == "peer" and {peer_fails}:
     sys.exit("no GPU here")
-told = {{"seconds": [2.0, 1.0], "cpu_s": [4.0, 3.0], "cached": [0, 0], "bytes": 1 << 20}}
-told["answers"] = [[[7], -1.0], [[8], {second}]]
+found = {{"seconds": [2.0, 1.0], "cpu_s": [4.0, 3.0], "cached": [0, 0], "bytes": 1 << 20}}
+found["answers"] = [[[7], -1.0], [[8], {second}]]
 print("a warning", file=sys.stderr)
-print(json.dumps(told))
+print(json.dumps(found))
 """
 
 

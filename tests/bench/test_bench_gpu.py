@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import torch
 
 import bench_gpu
-from gpu import bench, decode, prefill, room
+from gpu import bench, decode, full_device, prefill
 from gpu.limits import file_bytes_per_s, state_bytes, weight_bytes
 from gpu.shapes import LLAMA, make
 from report import Goal, Row
@@ -50,11 +50,11 @@ def test_answers_that_follow_a_grammar_are_measured(tmp_path: Path) -> None:
 
 
 def test_prompts_on_a_full_device_are_measured_under_two_write_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "MODELS", (LLAMA,))
+    monkeypatch.setattr(full_device, "MODELS", (LLAMA,))
     monkeypatch.setattr(bench, "LEAST_TIER_BYTES", 1 << 20)
     file = tmp_path / "found.json"
-    assert bench_gpu.main(["--tiny", "--only", "room", "--json", str(file), "--dir", str(tmp_path)]) == 0
-    rows = json.loads(file.read_text())["parts"]["room"]["rows"]
+    assert bench_gpu.main(["--tiny", "--only", "full", "--json", str(file), "--dir", str(tmp_path)]) == 0
+    rows = json.loads(file.read_text())["parts"]["full"]["rows"]
     assert len(rows) == 3 and all(row["figures"]["exclusive, ms"] > 0 and not row["note"] for row in rows)
 
 

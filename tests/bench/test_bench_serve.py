@@ -1,4 +1,4 @@
-"""What `make bench-serve` plays and reports: arrivals that wait for nobody, scaled slices, and figures that say what was met."""
+"""What `make bench-serve` sends and reports: arrivals that do not wait, scaled requests, and figures."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_clients_that_leave_are_refused_or_meet_nobody_are_told_apart() -> None:
         left, long = played(served, arrival(0, leaves_after=1), arrival(0, tokens=5000)).heard
         assert left.outcome == "left" and len(left.chunks_s) == 1
         assert long.outcome == "refused" and "5000" in long.error
-    nobody = played(served, arrival(0)).heard[0]
-    assert nobody.outcome == "failed" and "ConnectError" in nobody.error
+    alone = played(served, arrival(0)).heard[0]
+    assert alone.outcome == "failed" and "ConnectError" in alone.error
 
 
 def heard(number: int, *, first_s: float, late_s: float = 0.0, text: str = "x") -> Heard:
@@ -134,8 +134,8 @@ def test_what_the_servers_ran_on_and_were_told_is_kept(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    told = bench_serve._served_on(bench_serve._arguments())
-    assert (told["serve_args"], told["device"], told["machine"]["gpu"]) == (serve_args, device, gpu)
+    found = bench_serve._served_on(bench_serve._arguments())
+    assert (found["serve_args"], found["device"], found["machine"]["gpu"]) == (serve_args, device, gpu)
 
 
 def test_the_whole_bench_runs_and_a_control_is_compared(

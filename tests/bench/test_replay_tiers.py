@@ -26,7 +26,7 @@ def test_rows_that_are_asked_for_are_replayed(tmp_path: Path, monkeypatch: pytes
     asked = ["--traces", str(tmp_path), "--rows", str(tmp_path / "rows.json"), "--output", str(tmp_path / "found.json")]
     monkeypatch.setattr(sys, "argv", ["replay_tiers.py", *asked, "--only", "exclusive"])
     assert replay_tiers.main() == 0
-    told = json.loads((tmp_path / "found.json").read_text())
-    exclusive, through = told["rows"]
-    assert told["about"] == "a test" and through == rows[1]
+    found = json.loads((tmp_path / "found.json").read_text())
+    exclusive, through = found["rows"]
+    assert found["about"] == "a test" and through == rows[1]
     assert exclusive["replay"] == names[0] and exclusive["requests"] == count and exclusive["hit_rate"] > 0

@@ -18,7 +18,7 @@ from soaking.asking import Tally
 from soaking.backend import Footprint
 from soaking.growing import JUDGED_FROM_S, Sample, growth
 from soaking.known import Known, Shape
-from soaking.servers_said import KEPT_BYTES, keep, traces, warnings
+from soaking.servers_said import keep, traces, warnings
 from soaking.soaked import LEFT_BYTES_A_REQUEST, NOISE_BYTES, Plan, Verdict, grown_too_much, soak
 from soaking.troubles import flip
 
@@ -120,15 +120,11 @@ def test_warnings_are_counted_by_what_they_say(tmp_path: Path) -> None:
     assert warnings([path, path]) == {"warning process N is slow": 4, "error a pass failed": 2}
 
 
-def test_logs_are_kept_whole_or_from_both_ends(tmp_path: Path) -> None:
-    (small := tmp_path / "steady-0.log").write_bytes(b"short")
-    (large := tmp_path / "unlucky-0.log").write_bytes(b"begins" + bytes(2 * KEPT_BYTES) + b"ends")
+def test_logs_are_kept_in_place_of_those_of_the_same_servers(tmp_path: Path) -> None:
+    (log := tmp_path / "steady-0.log").write_bytes(b"short")
     (kept := tmp_path / "kept").mkdir()
-    (kept / "unlucky-17.log").touch()  # of the last time
-    (kept / "notes.log").touch()  # somebody else's
-    keep([small, large], kept)
-    assert {path.name for path in kept.iterdir()} == {"steady-0.log", "unlucky-0.log", "notes.log"}
+    for name in ("steady-17.log", "notes.log"):
+        (kept / name).touch()
+    keep([log], kept)
+    assert {path.name for path in kept.iterdir()} == {"steady-0.log", "notes.log"}
     assert (kept / "steady-0.log").read_bytes() == b"short"
-    told = (kept / "unlucky-0.log").read_bytes()
-    assert told.startswith(b"begins") and told.endswith(b"ends") and len(told) < KEPT_BYTES + 100
-    assert f"{KEPT_BYTES + 10} bytes are left out".encode() in told

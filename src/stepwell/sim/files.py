@@ -10,6 +10,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from os import SEEK_CUR
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,7 +84,7 @@ class TraceFile:
             with self._path.open("rb") as raw, _plain(raw) as stream:
                 while line := stream.readline(MAX_LINE_BYTES + 1):
                     number += 1
-                    self._read_bytes = raw.tell()
+                    self._read_bytes = raw.seek(0, SEEK_CUR)
                     if len(line) > MAX_LINE_BYTES:
                         raise TraceError(f"{self._path}, line {number}: longer than {MAX_LINE_BYTES} bytes")
                     if line.strip():

@@ -99,7 +99,7 @@ class Plan:
     prices: Prices
 
     def knees(self, tier: Tier) -> dict[str, Knee]:
-        """Of the hit rate and of the speed-up, over the sizes of one tier."""
+        """The knees of the hit rate and of the speed-up, over the sizes of one tier."""
         return {
             "hit_rate": self._knee(tier, lambda report: report.hit_rate, LEAST_HIT_GAIN),
             "speed_up": self._knee(tier, speed_up, LEAST_SPEED_UP_GAIN),

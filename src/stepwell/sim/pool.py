@@ -1,10 +1,10 @@
-"""Runs many tasks in processes of their own, and says how far they have come.
+"""Runs tasks in processes of their own and reports their progress.
 
     caller  -- a task ------------------> worker     one pipe for each worker,
             <-- requests served, often --            and nothing else in common
             <-- Done or Failed ----------
 
-No lock is shared, so nobody who is killed can leave one taken. An interrupt is noted where it arrives, and raised once the
+No lock is shared, so a killed process cannot leave one taken. An interrupt is noted where it arrives, and raised once the
 workers have ended. A caller that is killed closes its pipes: its workers end when they next use theirs.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import Clock, SystemClock
 
-POLL_S = 0.2  # at most until an interrupt is looked for; at least between two words of a worker's progress
+POLL_S = 0.2  # at most until an interrupt is looked for; at least between two reports of a worker's progress
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -33,7 +33,7 @@ Work = Callable[[Task, Callable[[], None]], Result]  # calls its second argument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Generic[Result]):
-    """What came of a task."""
+    """The result of a task."""
 
     result: Result
 
@@ -60,8 +60,8 @@ def run_all(
 ) -> None:
     """Runs `work` on each task, at most `jobs` at a time, in processes that find it by its name.
 
-    `on_result` is told a task's place and what came of it; `on_progress` the requests served by all, some times a second.
-    Processes are killed when they are not wanted any more, so `work` must own nothing but memory.
+    `on_result` gets a task's place and its result; `on_progress` the number of requests served by all, some times a second.
+    Processes are killed when they are no longer needed, so `work` must own nothing but memory.
     Raises what `work` raises, and ConfigError when its process was killed. However it ends, no process is left.
     To be called on the main thread, which is where interrupts arrive.
     """
@@ -88,7 +88,7 @@ def run_all(
 
 
 def _ready(pipes: Collection[Connection]) -> list[Connection]:
-    """Those there is something to read from, as soon as there is one or after a while."""
+    """Pipes with something to read: as soon as there is one, or none after a while."""
     return [pipe for pipe in connection.wait(list(pipes), timeout=POLL_S) if isinstance(pipe, Connection)]
 
 
@@ -96,22 +96,22 @@ def _hand_over(left: Iterator[tuple[int, Task]], pipe: Connection, places: dict[
     """The next task to a worker that has none, if one is left."""
     for place, task in left:
         places[pipe] = place
-        with _workers_death_told():
+        with _workers_death_reported():
             pipe.send(task)
         return
 
 
 def _received(pipe: Connection) -> Any:
-    with _workers_death_told():
+    with _workers_death_reported():
         return pipe.recv()
 
 
 @contextmanager
-def _workers_death_told() -> Iterator[None]:
+def _workers_death_reported() -> Iterator[None]:
     try:
         yield
     except (EOFError, OSError):
-        raise ConfigError("a replay was killed, as for want of memory: try fewer jobs") from None
+        raise ConfigError("a replay was killed, perhaps for lack of memory: try fewer jobs") from None
 
 
 @contextmanager
@@ -169,24 +169,24 @@ def _serve(pipe: Connection, work: Work[Task, Result]) -> None:
     try:
         while True:
             outcome = _outcome(work, pipe, progress)
-            progress.tell()
+            progress.report()
             try:
                 pipe.send(outcome)
             except Exception as error:
                 if isinstance(error, OSError):
                     raise
-                pipe.send(Failed(error=_portable(error), lines=traceback.format_exc()))  # what came of it cannot travel
+                pipe.send(Failed(error=_portable(error), lines=traceback.format_exc()))  # the result cannot be pickled
     except (EOFError, OSError):
-        return  # the caller is no more
+        return  # the caller has ended
 
 
 def _outcome(work: Work[Task, Result], pipe: Connection, progress: Progress) -> Done[Result] | Failed:
-    """Of the next task. Raises EOFError or OSError when the caller is no more."""
+    """The outcome of the next task. Raises EOFError or OSError when the caller has ended."""
     try:
         task: Task = pipe.recv()
     except (EOFError, OSError):
         raise
-    except Exception as error:  # it does not survive the way to another process
+    except Exception as error:  # it cannot be pickled
         return Failed(error=_portable(error), lines=traceback.format_exc())
     try:
         return Done(result=work(task, progress.count))
@@ -195,31 +195,31 @@ def _outcome(work: Work[Task, Result], pipe: Connection, progress: Progress) -> 
 
 
 def _portable(error: BaseException) -> Exception:
-    """The error, or one that says as much where it does not survive the way to another process, or would end that."""
+    """The error, or one that says as much where it cannot be pickled, or would end that."""
     said = RuntimeError(f"{type(error).__name__}: {error}")
     if not isinstance(error, Exception):
         return said
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever it is that its class does
+    except Exception:  # whatever its class does
         return said
     return error
 
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """In a worker: counts requests, and tells the caller now and then. Raises OSError when the caller is no more."""
+    """In a worker: counts requests and reports them to the caller now and then. Raises OSError when the caller has ended."""
 
     pipe: Connection
     clock: Clock
-    untold: int = 0
-    told_s: float = float("-inf")
+    unreported: int = 0
+    reported_s: float = float("-inf")
 
     def count(self) -> None:
-        self.untold += 1
-        if self.clock.now() - self.told_s >= POLL_S:
-            self.tell()
+        self.unreported += 1
+        if self.clock.now() - self.reported_s >= POLL_S:
+            self.report()
 
-    def tell(self) -> None:
-        self.pipe.send(self.untold)
-        self.untold, self.told_s = 0, self.clock.now()
+    def report(self) -> None:
+        self.pipe.send(self.unreported)
+        self.unreported, self.reported_s = 0, self.clock.now()

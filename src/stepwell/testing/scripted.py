@@ -21,7 +21,7 @@ class Scripted(ABC, Generic[Task, Answer]):
         self._tasks: dict[JobId, Task] = {}
         self._done: list[Answer] = []
         self.num_submitted = 0
-        self.gone = False  # true: the ranks are no more, and what they had not answered can be taken back
+        self.gone = False  # true: the ranks have ended, and what they had not answered can be withdrawn
 
     @property
     def pending(self) -> tuple[JobId, ...]:

@@ -20,13 +20,13 @@ class Peculiar(Exception):
 
 
 def do(task: str, on_request: Callable[[], None]) -> str:
-    """Ends as it is told to, or never."""
+    """Ends in the way that its name says, or never."""
     while task == "endless":
         on_request()
         time.sleep(0.001)
     for _ in range(SERVED):
         on_request()
-    if task == "no room":
+    if task == "no space":
         raise NoRoom("there is none", waiting=True)
     if task == "peculiar":
         raise Peculiar("this", "that")

@@ -14,11 +14,11 @@ from stepwell.sim.hardware import Hardware, hardware_from
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_seed_gives_the_same_trace(kind: str) -> None:
-    def told(seed: int) -> list[tuple[float, int, list[int]]]:
+    def made(seed: int) -> list[tuple[float, int, list[int]]]:
         requests = generate(kind, Shape(sessions=10, seed=seed))
         return [(each.at_s, each.prompt_tokens, each.blocks.tolist()) for each in requests]
 
-    assert told(1) == told(1) != told(2)
+    assert made(1) == made(1) != made(2)
 
 
 @pytest.mark.parametrize(("kind", "least"), [("chat", 0.7), ("agents", 0.8), ("rag", 0.4)])

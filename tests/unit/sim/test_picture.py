@@ -1,4 +1,4 @@
-"""The page of a comparison: every replay under the trace it is of, with figures beside its bar."""
+"""The page of a comparison: every replay under the trace it is of, with figures next to its bar."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_shares_are_told_in_figures_too() -> None:
     for tokens in (report.device_tokens, report.host_tokens, report.computed_tokens):
         assert f">{tokens / report.prompt_tokens:.1%}<" in html
     assert f">{report.hit_rate:.1%}</text>" in html
-    assert "20,000 tokens/s" in html, "times are for a machine, and it is told which"
+    assert "20,000 tokens/s" in html, "times are for a machine, which is named"
 
 
 def test_a_replay_of_nothing_is_drawn() -> None:

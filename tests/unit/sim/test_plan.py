@@ -66,7 +66,7 @@ def rounds_of(num_paths: int, *, rounds: int, pages: int) -> list[TraceRequest]:
 def planned(
     requests: Sequence[TraceRequest], pages: dict[Tier, int], *, prices: dict[Tier, float] | None = None, name: str = "t"
 ) -> Plan:
-    """A plan around sizes that are told in pages, replayed here."""
+    """A plan around sizes in pages, replayed here."""
 
     def replayed(sizes: dict[Tier, int]) -> Report:
         store = sizes.get(Tier.STORE)

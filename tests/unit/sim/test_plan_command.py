@@ -43,9 +43,9 @@ def test_plan_writes_every_figure(trace: Path, tmp_path: Path, capsys: pytest.Ca
     assert chosen["by"] == "money" and {step["tier"] for step in chosen["steps"]} == {"device", "host"}
     assert figures["hardware"]["prefill_tokens_per_s"] == 20_000
     assert page.read_text().count("<svg") == 2
-    told = capsys.readouterr()
-    assert "agents.jsonl.gz" in told.out and "The next gigabyte" in told.out
-    assert "points replayed; about" in told.err
+    captured = capsys.readouterr()
+    assert "agents.jsonl.gz" in captured.out and "The next gigabyte" in captured.out
+    assert "points replayed; about" in captured.err
 
 
 def test_checkpoints_in_eight_bits_make_room_below_the_device(trace: Path, tmp_path: Path) -> None:

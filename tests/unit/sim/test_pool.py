@@ -1,4 +1,4 @@
-"""Tasks in processes of their own: what comes back, and that nobody is left, whatever happens to whom at which moment."""
+"""Tasks in processes of their own: their results, and that no process is left, whatever fails and when."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pool_tasks import do
 from stepwell.sim.pool import run_all
 
 
-def tell(served):
+def show(served):
     if served:
         print(served, flush=True)
 
 
 if __name__ == "__main__":
-    run_all(do, ["endless"] * 2, jobs=2, on_result=print, on_progress=tell)
+    run_all(do, ["endless"] * 2, jobs=2, on_result=print, on_progress=show)
 """
 
 
@@ -58,7 +58,7 @@ def test_no_tasks_need_no_process() -> None:
 
 def test_what_a_task_raises_is_raised_here_with_the_lines_that_led_to_it() -> None:
     with pytest.raises(NoRoom, match="there is none") as raised:
-        run("no room", "endless")
+        run("no space", "endless")
     assert raised.value.waiting
     assert isinstance(raised.value.__cause__, WorkerTraceback) and "pool_tasks.py" in str(raised.value.__cause__)
 
@@ -108,7 +108,7 @@ def test_workers_end_when_their_caller_is_killed(under_way: bool, number: signal
         if under_way:
             assert process.stdout.readline()
         else:
-            wait_for_members(process, 4)  # itself, its two workers, and what multiprocessing starts beside them
+            wait_for_members(process, 4)  # itself, its two workers, and what multiprocessing starts for them
         os.kill(process.pid, number)
         process.communicate(timeout=PATIENCE_S)
         assert process.returncode == -number

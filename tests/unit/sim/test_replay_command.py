@@ -59,8 +59,8 @@ def test_the_first_requests_can_be_replayed_alone_and_any_tier_left_out(trace: P
     sizes = ("--device-memory", "2GiB", "--host-memory", "none", "--store-budget", "0")
     argv = ["replay", str(trace), *MODEL, *sizes, "--write-policy", "back", "--whole-blocks"]
     assert main([*argv, "--requests", "5"]) == 0
-    told = capsys.readouterr().out
-    assert "where prompts came from" in told and "written: to host / store" in told
+    shown = capsys.readouterr().out
+    assert "where prompts came from" in shown and "written: to host / store" in shown
     assert main([*argv, "--requests", "5", "--json", "-"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert (figures["requests"], figures["host_size_bytes"]) == (5, 0)

@@ -25,15 +25,15 @@ def lines(path: Path, *values: object) -> Path:
     return path
 
 
-def told(request: TraceRequest) -> tuple[float, str, int, int, list[int]]:
+def fields(request: TraceRequest) -> tuple[float, str, int, int, list[int]]:
     return request.at_s, request.session, request.prompt_tokens, request.output_tokens, request.blocks.tolist()
 
 
 def test_our_own_format(tmp_path: Path) -> None:
     trace = TraceFile(lines(tmp_path / "t.jsonl", HEADER, GOOD))
     assert (trace.format, trace.block_tokens) == ("stepwell", 64)
-    assert [told(each) for each in trace] == [(1.5, "3", 200, 7, [10, 11, 2**53 - 1])]
-    assert [told(each) for each in trace] == [(1.5, "3", 200, 7, [10, 11, 2**53 - 1])], "a trace can be read twice"
+    assert [fields(each) for each in trace] == [(1.5, "3", 200, 7, [10, 11, 2**53 - 1])]
+    assert [fields(each) for each in trace] == [(1.5, "3", 200, 7, [10, 11, 2**53 - 1])], "a trace can be read twice"
     assert trace.read_bytes == trace.size_bytes
 
 
@@ -41,7 +41,7 @@ def test_mooncake(tmp_path: Path) -> None:
     line = {"timestamp": 2500, "input_length": 1100, "output_length": 5, "hash_ids": [4, 9, 2]}
     trace = TraceFile(lines(tmp_path / "t.jsonl", line))
     assert (trace.format, trace.block_tokens) == ("mooncake", 512)
-    assert [told(each) for each in trace] == [(2.5, "", 1100, 5, [4, 9, 2])]
+    assert [fields(each) for each in trace] == [(2.5, "", 1100, 5, [4, 9, 2])]
 
 
 def test_token_ids_share_blocks_exactly_as_far_as_they_are_equal(tmp_path: Path) -> None:
@@ -60,16 +60,16 @@ def test_what_is_written_is_read_back(tmp_path: Path, name: str) -> None:
     requests = branching(40, seed=1)
     assert write_trace(tmp_path / name, requests, block_tokens=4, source="test") == 40
     trace = TraceFile(tmp_path / name)
-    assert [told(each) for each in trace] == [told(each) for each in requests]
+    assert [fields(each) for each in trace] == [fields(each) for each in requests]
     assert (tmp_path / name).read_bytes()[:2] == (b"\x1f\x8b" if name.endswith(".gz") else b'{"')
 
 
 def test_a_trace_can_be_converted_onto_itself(tmp_path: Path) -> None:
     path = lines(tmp_path / "t.jsonl", list(range(40)), list(range(50)))
     trace = TraceFile(path)
-    before = [told(each) for each in trace]
+    before = [fields(each) for each in trace]
     write_trace(path, trace, block_tokens=trace.block_tokens, source="itself")
-    assert [told(each) for each in TraceFile(path)] == before
+    assert [fields(each) for each in TraceFile(path)] == before
     assert [each.name for each in tmp_path.iterdir()] == ["t.jsonl"]
 
 

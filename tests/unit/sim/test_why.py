@@ -139,8 +139,10 @@ def test_what_is_there_but_not_restored_is_unused() -> None:
     assert found[1] == {Reason.UNUSED: 8 * BLOCK, Reason.FIRST_USE: 56 * BLOCK + 1}, "the device cannot hold it"
     slow = Hardware(prefill_tokens_per_s=1e6, store_latency_s=1)
     below = setup(device_pages=48, host_pages=64, store_bytes=PLENTY * OBJECT_BYTES, hardware=slow)
-    told = explain_trace(ListTrace(requests=branching(300, seed=4)), below, policy="p").total
-    assert told.tokens[Reason.UNUSED] > 0 == told.tokens[Reason.EVICTED_PREFIX], "all of it is in the store, which is too slow"
+    explained = explain_trace(ListTrace(requests=branching(300, seed=4)), below, policy="p").total
+    assert explained.tokens[Reason.UNUSED] > 0 == explained.tokens[Reason.EVICTED_PREFIX], (
+        "all of it is in the store, which is too slow"
+    )
 
 
 # ---- sums -----------------------------------------------------------------------------------------
@@ -181,16 +183,21 @@ def test_reasons_add_up_when_blocks_are_not_pages(seed: int, block: int) -> None
     ]
     requests = [replace(each, blocks=each.blocks[: -(-each.prompt_tokens // block)]) for each in requests]
     using = setup(HYBRID, device_pages=128, host_pages=256)
-    told = explain_trace(ListTrace(requests=requests, block_tokens=block), using, policy="p").total
-    assert sum(told.tokens.values()) == told.computed_tokens <= told.prompt_tokens == sum(e.prompt_tokens for e in requests)
+    explained = explain_trace(ListTrace(requests=requests, block_tokens=block), using, policy="p").total
+    assert (
+        sum(explained.tokens.values())
+        == explained.computed_tokens
+        <= explained.prompt_tokens
+        == sum(e.prompt_tokens for e in requests)
+    )
 
 
 def test_with_endless_memory_nothing_is_evicted_and_full_attention_lacks_only_what_is_new() -> None:
     requests = branching(200, seed=1, tails=(0, 1, 3))
-    told = explain_trace(ListTrace(requests=requests), setup(FULL, device_pages=PLENTY), policy="p").total
-    assert {reason for reason, tokens in told.tokens.items() if tokens} == {Reason.FIRST_USE, Reason.ALIGNMENT}
-    told = explain_trace(ListTrace(requests=requests), setup(HYBRID, device_pages=PLENTY), policy="p").total
-    assert {reason for reason, tokens in told.tokens.items() if tokens} == {
+    explained = explain_trace(ListTrace(requests=requests), setup(FULL, device_pages=PLENTY), policy="p").total
+    assert {reason for reason, tokens in explained.tokens.items() if tokens} == {Reason.FIRST_USE, Reason.ALIGNMENT}
+    explained = explain_trace(ListTrace(requests=requests), setup(HYBRID, device_pages=PLENTY), policy="p").total
+    assert {reason for reason, tokens in explained.tokens.items() if tokens} == {
         Reason.FIRST_USE, Reason.ALIGNMENT, Reason.NO_CHECKPOINT,
     }  # fmt: skip
 
@@ -198,30 +205,30 @@ def test_with_endless_memory_nothing_is_evicted_and_full_attention_lacks_only_wh
 def test_checkpoints_at_every_page_are_evicted_but_never_missing() -> None:
     everywhere = replace(END_ONLY, interval_tokens=BLOCK)
     using = setup(FULL_POINT, device_pages=96, placement=everywhere)
-    told = explain_trace(ListTrace(requests=branching(200, seed=3)), using, policy="p").total
-    assert told.tokens[Reason.CHECKPOINT_EVICTED] > 0
-    assert told.tokens[Reason.NO_CHECKPOINT] == 0
+    explained = explain_trace(ListTrace(requests=branching(200, seed=3)), using, policy="p").total
+    assert explained.tokens[Reason.CHECKPOINT_EVICTED] > 0
+    assert explained.tokens[Reason.NO_CHECKPOINT] == 0
 
 
 def test_sessions_add_up_and_the_worst_come_first() -> None:
     requests = [replace(each, session=str(at % 3)) for at, each in enumerate(branching(120, seed=8))]
-    told = explain_trace(ListTrace(requests=requests), setup(device_pages=48), policy="p")
-    assert sum(each.computed_tokens for each in told.sessions.values()) == told.total.computed_tokens
-    again = [verdict.again_tokens for _, verdict in told.worst(2)]
-    assert len(again) == 2 and again[0] >= again[1] >= min(each.again_tokens for each in told.sessions.values())
+    explained = explain_trace(ListTrace(requests=requests), setup(device_pages=48), policy="p")
+    assert sum(each.computed_tokens for each in explained.sessions.values()) == explained.total.computed_tokens
+    again = [verdict.again_tokens for _, verdict in explained.worst(2)]
+    assert len(again) == 2 and again[0] >= again[1] >= min(each.again_tokens for each in explained.sessions.values())
 
 
 def test_the_page_escapes_the_names_of_sessions() -> None:
     requests = [replace(each, session="<i>mine</i>") for each in branching(60, seed=8)]
-    told = explain_trace(ListTrace(requests=requests), setup(device_pages=32), policy="p")
-    html = draw_explained([told], {Tier.DEVICE: 32 * OBJECT_BYTES}, worst=3)
+    explained = explain_trace(ListTrace(requests=requests), setup(device_pages=32), policy="p")
+    html = draw_explained([explained], {Tier.DEVICE: 32 * OBJECT_BYTES}, worst=3)
     assert "<i>" not in html and "&lt;i&gt;mine" in html
 
 
 def test_the_page_says_how_much_memory_there_was_and_leaves_out_sessions_that_lack_nothing() -> None:
     once = [replace(request(0, [1, 2, 3]), session="once")]
-    told = explain_trace(ListTrace(requests=once), setup(device_pages=32), policy="p")
-    html = draw_explained([told], {Tier.DEVICE: 3 * 2**30, Tier.HOST: 2**40}, worst=3)
+    explained = explain_trace(ListTrace(requests=once), setup(device_pages=32), policy="p")
+    html = draw_explained([explained], {Tier.DEVICE: 3 * 2**30, Tier.HOST: 2**40}, worst=3)
     assert "device 3 GiB, host 1 TiB" in html
     assert "The worst of" not in html
 

@@ -53,7 +53,7 @@ def serving(arguments: Sequence[str], log: Path) -> Iterator[Server]:
 
 
 class Chat:
-    """Whoever answers chats at an address: a server, or a router in front of several."""
+    """An address that answers chats: a server, or a router in front of several."""
 
     def __init__(self, address: str) -> None:
         self.address = address

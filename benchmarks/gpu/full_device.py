@@ -1,4 +1,4 @@
-"""First tokens of prompts that nobody asked before, on a device that is full: what making room costs them.
+"""First tokens of new prompts on a full device: the cost of evicting first.
 
 Under `through` what leaves the device is on the host already, and leaves at once. Under `exclusive` it is saved first, and a
 request may have to wait for that copy. Prompts come in turns to both, so that what else the machine does hits both.

@@ -14,10 +14,10 @@ from stepwell.base.prompt import page_keys
 from stepwell.connectors.vllm.requests import PageNames
 from stepwell.connectors.vllm.requests import Path as NotedPath
 
-Told = set[tuple[str, int, bytes]]  # medium, group, hash
+Reported = set[tuple[str, int, bytes]]  # medium, group, hash
 
 
-def heard(engine: ToyEngine, before: Told | None = None) -> Told:
+def heard(engine: ToyEngine, before: Reported | None = None) -> Reported:
     """What a listener knows after the engine's events so far, which are taken."""
     known = set(before or ())
     for event in engine.events:
@@ -52,19 +52,19 @@ def test_blocks_are_told_under_the_hashes_that_vllm_gives_them(make: Make, model
         assert event.token_ids == request.all_token_ids[first * BLOCK : upto * BLOCK]
     for group in engine.groups:
         number, kind = engine.groups.index(group), type(group.kv_cache_spec).__name__
-        told = [each for event in seen if event.group_idx == number for each in event.block_hashes]
+        reported = [each for event in seen if event.group_idx == number for each in event.block_hashes]
         step = group.kv_cache_spec.block_size // BLOCK
         if kind == "FullAttentionSpec":
             page = engine._page() // BLOCK
-            assert told == hashes[: len(hashes) // page * page][step - 1 :: step]
+            assert reported == hashes[: len(hashes) // page * page][step - 1 :: step]
         else:
-            assert set(told) <= set(hashes) and told, "the boundaries with a checkpoint"
+            assert set(reported) <= set(hashes) and reported, "the boundaries with a checkpoint"
         assert all(event.kv_cache_spec_kind for event in seen if event.group_idx == number)
 
 
 def test_what_leaves_host_memory_is_told_and_so_is_the_store(make: Make, tmp_path: Path) -> None:
     engine = make(events=True, host_memory="64KiB", store=f"log:{tmp_path}", store_budget="64MiB", prefetch="wait_complete")
-    known: Told = set()
+    known: Reported = set()
     for seed in range(24):
         computed_by(engine, text(seed, 45))
         known = heard(engine, known)

@@ -17,8 +17,8 @@ WHY = {"stepwell_explain": True}
 def why(engine: ToyEngine, tokens: list[int], **more: Any) -> dict[str, Any]:
     request = engine.submit(tokens, kv_transfer_params=WHY | {"stepwell_store": False}, **more)
     engine.run()
-    assert request.told is not None
-    return request.told["stepwell"]
+    assert request.returned is not None
+    return request.returned["stepwell"]
 
 
 @pytest.mark.parametrize("model", ["full", "all"])
@@ -84,7 +84,7 @@ def test_a_question_of_an_aborted_request_is_cancelled_and_a_reset_asks_again(ma
     assert seen[0].question is None is seen[1].question
     wait_until(lambda: (engine.step(), seen[1].question)[1])  # once it is known which weights the engine has
     engine.run()
-    assert waiting.told is not None and waiting.told["stepwell"]["cause"] == "in_store"
+    assert waiting.returned is not None and waiting.returned["stepwell"]["cause"] == "in_store"
 
 
 def test_requests_that_do_not_ask_or_cannot_be_cached(make: Make) -> None:
@@ -92,7 +92,7 @@ def test_requests_that_do_not_ask_or_cannot_be_cached(make: Make) -> None:
     for params in (None, {}, {"stepwell_explain": "yes"}, {"other": 1}):
         request = engine.submit(prompt, kv_transfer_params=params)
         engine.run()
-        assert request.told is None
+        assert request.returned is None
     assert "without the cache" in why(engine, prompt, prompt_embeds=object())["says"]
 
 
@@ -105,5 +105,5 @@ def test_a_request_that_asked_may_be_aborted_preempted_or_fail_to_load(make: Mak
     (job,) = engine.copies[0].pending
     engine.copies[0].answer(job, error="told to fail")
     engine.run()
-    assert engine.done[-1].told is not None and engine.done[-1].told["stepwell"]["cause"] == "complete"
+    assert engine.done[-1].returned is not None and engine.done[-1].returned["stepwell"]["cause"] == "complete"
     assert len(engine.pool.free) == len(engine.pool.blocks) - 1

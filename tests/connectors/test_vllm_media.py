@@ -141,8 +141,8 @@ def test_what_cannot_be_told_apart_is_computed_counted_and_explained(
     for times in (1, 2):
         request = engine.submit(prompt(cat), kv_transfer_params={"stepwell_explain": True}, **more)
         engine.run()
-        assert engine.computed == 94 * times and request.told is not None
-        assert says in request.told["stepwell"]["says"] and counters(engine)[event] == times
+        assert engine.computed == 94 * times and request.returned is not None
+        assert says in request.returned["stepwell"]["says"] and counters(engine)[event] == times
     assert computed_by(engine, prompt(cat)) == 94, "nor does anybody else find it"
 
 

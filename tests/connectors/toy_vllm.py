@@ -110,7 +110,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     kv_transfer_params: dict[str, Any] | None = None
-    told: dict[str, Any] | None = None
+    reported: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)
@@ -470,7 +470,7 @@ class ToyEngine:
         if request.num_tokens - request.prompt_tokens >= request.answer_tokens:
             self.running.remove(request)
             request.status = "finished"
-            _, request.told = self.connector.request_finished_all_groups(request, tuple(request.tables))
+            _, request.returned = self.connector.request_finished_all_groups(request, tuple(request.tables))
             self._free(request)
             self.done.append(request)
             return

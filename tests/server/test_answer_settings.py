@@ -70,9 +70,9 @@ def test_a_prompt_alone_can_be_scored(client: openai.OpenAI) -> None:
 
 def test_logprobs_of_prompts_are_those_that_an_echo_shows(client: openai.OpenAI) -> None:
     echoed = complete(client, STORY, echo=True, max_tokens=0, logprobs=2).choices[0].logprobs
-    told = complete(client, STORY, extra_body={"prompt_logprobs": 2}).choices[0].model_extra
-    assert told is not None and echoed is not None
-    entries = told["prompt_logprobs"]
+    reported = complete(client, STORY, extra_body={"prompt_logprobs": 2}).choices[0].model_extra
+    assert reported is not None and echoed is not None
+    entries = reported["prompt_logprobs"]
     assert entries[0] is None and len(entries) == len(STORY) + 1
     for token, value, entry in zip(byte_tokenizer().encode(STORY)[1:], echoed.token_logprobs[1:], entries[1:], strict=True):  # type: ignore[index]
         assert entry[str(token)]["logprob"] == pytest.approx(value) and entry[str(token)]["decoded_token"] == chr(token)

@@ -161,9 +161,9 @@ def test_the_audit_is_clean_while_requests_run_and_says_which_page_is_not_accoun
 
     served.settle(lambda engine: engine.num_open == 0)
     served.on_engine(lambda engine: off_by_one(engine, 1))
-    told = admin.post("/cache/audit").json()
+    reported = admin.post("/cache/audit").json()
     served.on_engine(lambda engine: off_by_one(engine, -1))
-    assert not told["clean"] and "host" in told["says"]
+    assert not reported["clean"] and "host" in reported["says"]
 
 
 def test_flush_empties_memory(admin: httpx.Client, served: Running) -> None:

@@ -141,7 +141,7 @@ def test_formats_are_followed_behind_thoughts(served: Running, client: openai.Op
         assert choice.finish_reason == "stop"
     thoughts = [str((choice.message.model_extra or {}).get("reasoning_content", "")) for choice in choices]
     assert any(thoughts) is (FAMILIES[family].opening[-8:] != "</think>")
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     for chunk in client.chat.completions.create(**more, stream=True):
-        told[chunk.choices[0].index] = told.get(chunk.choices[0].index, "") + (chunk.choices[0].delta.content or "")
-    assert [told[at] for at in range(8)] == [choice.message.content for choice in choices]
+        reported[chunk.choices[0].index] = reported.get(chunk.choices[0].index, "") + (chunk.choices[0].delta.content or "")
+    assert [reported[at] for at in range(8)] == [choice.message.content for choice in choices]

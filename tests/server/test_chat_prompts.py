@@ -117,8 +117,8 @@ def test_ids_of_calls_are_nine_letters_and_digits_where_templates_of_mistral_tak
 
     def shown(*ids: str) -> list[str]:
         called = {"role": "assistant", "tool_calls": [{"id": each, "function": {"name": "f", "arguments": "{}"}} for each in ids]}
-        told = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ids]
-        prompt = byte_tokenizer().decode(chat_prompt(served(template), [called, *told], None)[0])
+        reported = [{"role": "tool", "tool_call_id": each, "content": "x"} for each in ids]
+        prompt = byte_tokenizer().decode(chat_prompt(served(template), [called, *reported], None)[0])
         begun, _, ended = prompt.partition("=")
         assert begun.split("[TOOL_CALLS]")[1:] == ended.replace("=", "").split(";")[:-1]
         return begun.split("[TOOL_CALLS]")[1:]

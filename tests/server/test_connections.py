@@ -62,13 +62,13 @@ def test_headers_that_do_not_come_close_the_connection(sent: bytes, second: bool
             raw.sendall(sent[1:] or b"G")
         else:
             raw.sendall(sent)
-        told = b"".join(iter(lambda: raw.recv(1 << 16), b""))  # to the end of the connection
+        reported = b"".join(iter(lambda: raw.recv(1 << 16), b""))  # to the end of the connection
         page = httpx.get(f"{served.address}/metrics", timeout=PATIENCE_S).text
     if sent or second:
-        assert b"HTTP/1.1 408 " in told and b'"code": "headers_timeout"' in told
+        assert b"HTTP/1.1 408 " in reported and b'"code": "headers_timeout"' in reported
         assert 'stepwell_http_errors_total{status="408"} 1.0' in page
     else:
-        assert told == b"", "nothing was asked"
+        assert reported == b"", "nothing was asked"
 
 
 def test_an_answer_that_takes_long_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +89,8 @@ def test_an_answer_that_takes_long_is_not_late(monkeypatch: pytest.MonkeyPatch) 
 def test_what_is_not_http_is_an_error_as_all_others_are(fresh: Running) -> None:
     with connected(fresh) as raw:
         raw.sendall(b"\x16\x03\x01 and so on: TLS\r\n\r\n")
-        told = b"".join(iter(lambda: raw.recv(1 << 16), b""))
-    assert told.startswith(b"HTTP/1.1 400 ") and b'"code": "invalid_http"' in told
+        reported = b"".join(iter(lambda: raw.recv(1 << 16), b""))
+    assert reported.startswith(b"HTTP/1.1 400 ") and b'"code": "invalid_http"' in reported
     assert 'stepwell_http_errors_total{status="400"} 1.0' in httpx.get(f"{fresh.address}/metrics", timeout=PATIENCE_S).text
 
 

@@ -156,6 +156,6 @@ def test_a_grammar_that_grows_too_complex_is_the_request_s_mistake(client: opena
     with pytest.raises(openai.BadRequestError, match="too complex to follow in the middle") as caught:
         chat(client, "Large.", STORY, response_format=wanted)
     assert caught.value.code == "invalid_grammar"
-    with pytest.raises(openai.APIError, match="too complex to follow") as told:
+    with pytest.raises(openai.APIError, match="too complex to follow") as reported:
         list(client.chat.completions.create(model=NAME, messages=MESSAGES, response_format=wanted, stream=True))
-    assert told.value.code == "invalid_grammar"
+    assert reported.value.code == "invalid_grammar"

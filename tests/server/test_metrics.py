@@ -111,13 +111,13 @@ def test_what_has_not_happened_yet_is_told_as_zero(families: dict[str, Metric]) 
         assert value(families, "stepwell_requests_total", outcome=outcome) == 0
     with running() as made:
         page = httpx.get(f"{made.address}/metrics", timeout=PATIENCE_S).text
-    for told in (
+    for reported in (
         'requests_total{outcome="stop",tenant=""}',
         'prompt_tokens_total{source="host",tenant=""}',
         'http_errors_total{status="500"}',
         'draft_tokens_total{outcome="accepted"}',
     ):
-        assert f"stepwell_{told} 0.0" in page
+        assert f"stepwell_{reported} 0.0" in page
 
 
 def test_tiers_add_up(families: dict[str, Metric]) -> None:

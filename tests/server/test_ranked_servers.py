@@ -35,8 +35,8 @@ def test_a_rank_that_is_killed_is_named_and_comes_back_and_none_outlives_the_ser
         assert server.state()["ranks"] is None
     log = tmp_path / "ranks.log"
     with serving([*SMALL, "--tensor-parallel", "2", "--restart-workers"], log) as server, ThreadPoolExecutor(1) as pool:
-        told = server.ask(QUESTION, max_tokens=12)
-        assert told.text == expected
+        reported = server.ask(QUESTION, max_tokens=12)
+        assert reported.text == expected
         server.wait_until_stored()
         ranks = server.state()["ranks"]
         assert (ranks["state"], ranks["losses"], len(ranks["pids"])) == ("running", 0, 2)

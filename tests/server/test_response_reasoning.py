@@ -54,9 +54,11 @@ def test_reasoning_is_an_item_before_the_message_whole_and_streamed(client: open
     begin, end = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
     thinks = [*begin, "reasoning_text.delta", "reasoning_text.done", *end]
     assert several[2:14] == [*thinks, *begin, "output_text.delta", "output_text.done", *end]
-    told = [event for event in events if event.type == "response.reasoning_text.delta"]
-    assert "".join(event.delta for event in told) == "Rome, of course." and len(told) > 2, "as it comes"
-    assert {(event.output_index, event.content_index, event.item_id) for event in told} == {(0, 0, last.response.output[0].id)}
+    reported = [event for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(event.delta for event in reported) == "Rome, of course." and len(reported) > 2, "as it comes"
+    assert {(event.output_index, event.content_index, event.item_id) for event in reported} == {
+        (0, 0, last.response.output[0].id)
+    }
     done: Any = next(event for event in events if event.type == "response.reasoning_text.done")
     part: Any = next(event for event in events if event.type == "response.content_part.added")
     assert done.text == "Rome, of course." and part.part.type == "reasoning_text"

@@ -65,11 +65,11 @@ def test_text_and_calls_are_items_whole_and_streamed(client: openai.OpenAI, scri
     call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     several = [kind for at, kind in enumerate(kinds) if kind != kinds[at - 1]]  # several deltas are one here
     assert several == ["created", "in_progress", *begin, "output_text.delta", *text, *call, *call, "completed"]
-    told: dict[int, str] = {}
+    reported: dict[int, str] = {}
     for event in events:
         if event.type == "response.function_call_arguments.delta":
-            told[event.output_index] = told.get(event.output_index, "") + event.delta
-    assert [json.loads(each) for each in told.values()] == [arguments for _, arguments in BOTH]
+            reported[event.output_index] = reported.get(event.output_index, "") + event.delta
+    assert [json.loads(each) for each in reported.values()] == [arguments for _, arguments in BOTH]
     assert sum(kind == "function_call_arguments.delta" for kind in kinds) > 3, "arguments come as they are made"
 
 

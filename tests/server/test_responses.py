@@ -137,8 +137,8 @@ def test_errors_name_what_the_client_sent(http: httpx.Client) -> None:
         ({"reasoning": {"effort": 3}}, "reasoning:"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format needs"),
     ):
-        told = http.post("/v1/responses", json={**SAID, "input": "x", **fields}).json()["error"]["message"]
-        assert told.startswith(said), told
+        reported = http.post("/v1/responses", json={**SAID, "input": "x", **fields}).json()["error"]["message"]
+        assert reported.startswith(said), reported
     tools = [{"type": "function", "name": "messages", "parameters": {}}]
     more = {"input": "x", "tools": tools, "tool_choice": {"type": "function", "name": "other"}}
     assert "['messages']" in http.post("/v1/responses", json={**SAID, **more}).json()["error"]["message"], "what is quoted stays"
@@ -202,8 +202,8 @@ def test_another_model_is_not_found_and_fields_of_the_cache_count(http: httpx.Cl
 
 def test_a_stream_whose_time_is_up_ends_with_an_error_event() -> None:
     with running(serving={"request_timeout_s": 0.5}) as served, Held(served):
-        told = httpx.post(f"{served.address}/v1/responses", json={**SAID, "input": "x", "stream": True}, timeout=60).text
-        assert "request_timeout" in told and "response.completed" not in told
+        reported = httpx.post(f"{served.address}/v1/responses", json={**SAID, "input": "x", "stream": True}, timeout=60).text
+        assert "request_timeout" in reported and "response.completed" not in reported
         served.audit()
 
 

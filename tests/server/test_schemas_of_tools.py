@@ -70,8 +70,8 @@ def test_what_cannot_be_kept_is_refused_by_name_unless_it_was_not_promised(
         assert caught.value.code == "invalid_grammar"
     for asked in (as_format(schema), as_format(schema, strict=False)):
         assert json.loads(ask(client, **asked).choices[0].message.content) == {"a": 7}, "all the rest is kept"
-    (told,) = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.requests.guided"]
-    assert "follow a schema in part" in told and f'"{keyword}"' in told, "once for each schema"
+    (reported,) = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.requests.guided"]
+    assert "follow a schema in part" in reported and f'"{keyword}"' in reported, "once for each schema"
 
 
 def tool(*, strict: bool | None) -> Any:

@@ -251,19 +251,19 @@ def test_a_tenant_cannot_be_named_in_a_request_for_an_answer(two: Clients, path:
 
 
 def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Ask] = []
+    reported: list[Ask] = []
     submit = Engine.submit
 
     def noting(engine: Engine, ask: Ask) -> int:
-        told.append(ask)
+        reported.append(ask)
         return submit(engine, ask)
 
     monkeypatch.setattr(Engine, "submit", noting)
     for http in (two.alice, two.carol):
         say(http, "Told. " + PROMPT)
         say(http, "Told. " + PROMPT, cache_salt="s", cache_ttl_s=5.0)
-    assert [(ask.tenant, ask.ttl_s) for ask in told] == [("alice", None), ("alice", 5.0), ("carol", 600.0), ("carol", 5.0)]
-    assert len({(ask.tenant, ask.salt) for ask in told}) == 4 and [ask.salt for ask in told[2:]] == [
+    assert [(ask.tenant, ask.ttl_s) for ask in reported] == [("alice", None), ("alice", 5.0), ("carol", 600.0), ("carol", 5.0)]
+    assert len({(ask.tenant, ask.salt) for ask in reported}) == 4 and [ask.salt for ask in reported[2:]] == [
         "[null, null]",
         '[null, "s"]',
     ]

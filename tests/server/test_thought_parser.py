@@ -35,7 +35,7 @@ def a_form(*, begun: bool) -> ChatForm:
     return chat_form(made, body, [Ask(tokens=[OPEN], sampling=Sampling(), guide=guide)])
 
 
-def told(tokens: Sequence[int], *, begun: bool, at_once: int, late: int) -> tuple[str, ...]:
+def reported(tokens: Sequence[int], *, begun: bool, at_once: int, late: int) -> tuple[str, ...]:
     """Reasoning and content of an answer whose deltas have so many tokens each, and text that comes `late` by so many."""
     form, pieces, texts = a_form(begun=begun), [], [""] * late + [TEXTS[each] for each in tokens]
     for start in range(0, len(tokens), at_once):
@@ -68,4 +68,4 @@ def told(tokens: Sequence[int], *, begun: bool, at_once: int, late: int) -> tupl
 def test_a_marker_that_is_spelled_out_ends_no_thoughts(
     begun: bool, tokens: list[int], expected: tuple[str, str], at_once: int, late: int
 ) -> None:
-    assert told(tokens, begun=begun, at_once=at_once, late=late) == expected
+    assert reported(tokens, begun=begun, at_once=at_once, late=late) == expected

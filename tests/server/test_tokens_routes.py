@@ -13,9 +13,9 @@ from stepwell.engine.loading.random_hybrid import byte_tokenizer
 
 
 def test_text_and_chats_become_the_tokens_that_prompts_have(http: httpx.Client, client: openai.OpenAI) -> None:
-    told = http.post("/tokenize", json={"model": NAME, "prompt": "Hëllo", "return_token_strs": True}).json()
+    reported = http.post("/tokenize", json={"model": NAME, "prompt": "Hëllo", "return_token_strs": True}).json()
     ids = byte_tokenizer().encode("Hëllo")
-    assert told == {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT,
+    assert reported == {"tokens": ids, "count": len(ids), "max_model_len": CONTEXT,
                     "token_strs": [byte_tokenizer().decode([each], special=True) for each in ids]}  # fmt: skip
     assert http.post("/tokenize", json={"prompt": "Hëllo", "add_special_tokens": False}).json()["tokens"] == ids[1:]
     messages = [{"role": "user", "content": "How long?"}]

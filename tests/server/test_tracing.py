@@ -234,10 +234,10 @@ def test_what_a_collector_decodes_has_names_parents_times_and_attributes() -> No
     for part in spans.values():
         assert (part.trace_id, part.parent_span_id) == (request.trace_id, request.span_id) and part.span_id != request.span_id
         assert request.start_time_unix_nano <= part.start_time_unix_nano <= part.end_time_unix_nano <= request.end_time_unix_nano
-    told = {each.key: each.value for each in request.attributes}
-    assert told["gen_ai.request.model"].string_value == NAME and told["gen_ai.usage.output_tokens"].int_value == 3
-    assert told["stepwell.computed_tokens"].int_value == told["gen_ai.usage.input_tokens"].int_value > 0
-    assert [each.string_value for each in told["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
+    reported = {each.key: each.value for each in request.attributes}
+    assert reported["gen_ai.request.model"].string_value == NAME and reported["gen_ai.usage.output_tokens"].int_value == 3
+    assert reported["stepwell.computed_tokens"].int_value == reported["gen_ai.usage.input_tokens"].int_value > 0
+    assert [each.string_value for each in reported["gen_ai.response.finish_reasons"].array_value.values] == ["length"]
 
 
 class Failing(SpanExporter):

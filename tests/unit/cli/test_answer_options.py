@@ -1,4 +1,4 @@
-"""How `stepwell serve` is told to offer a model: names, template, lengths, times. Nothing is loaded."""
+"""Options of `stepwell serve` for names, template, lengths and times. Nothing is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the demo is, where nobody can see bars."""
+"""Progress of the demo where no bars are drawn."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_the_disk_is_measured_where_the_store_would_be_and_nothing_is_left(
 
 
 class SlowClock(ManualClock):
-    """A second goes by whenever somebody looks."""
+    """Each reading advances the clock by a second."""
 
     def now(self) -> float:
         self.advance(1.0)
@@ -113,7 +113,7 @@ def have_free(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 
 
 def make_log(directory: Path, size: int) -> None:
-    """A log of so many bytes, which ended as one does that is restarted."""
+    """A log of this size, closed as before a restart."""
     clock = ManualClock()
     store = open_directory(directory, clock=clock, budget_bytes=5 * size, segment_bytes=size)
     store.close()
@@ -180,10 +180,10 @@ def test_an_engine_that_cannot_be_imported_is_told_and_does_not_end_the_examinat
 
 def test_this_machine_is_examined_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor", "--json", "--store", f"log:{tmp_path}"])
-    told = json.loads(capsys.readouterr().out)
-    assert [each["check"] for each in told["findings"]][:5] == ["disk", "memory", "cgroup", "huge pages", "CUDA"]
-    assert status == (1 if told["broken"] else 0)
-    assert told["broken"] == any(each["health"] == "broken" for each in told["findings"])
+    reported = json.loads(capsys.readouterr().out)
+    assert [each["check"] for each in reported["findings"]][:5] == ["disk", "memory", "cgroup", "huge pages", "CUDA"]
+    assert status == (1 if reported["broken"] else 0)
+    assert reported["broken"] == any(each["health"] == "broken" for each in reported["findings"])
 
 
 def test_what_is_broken_is_the_exit_status_and_stands_with_what_to_change(

@@ -1,4 +1,4 @@
-"""Where `stepwell serve` publishes: nowhere unless told, on this machine unless told otherwise."""
+"""Where `stepwell serve` publishes: nowhere by default, and on this machine without an address."""
 
 from __future__ import annotations
 

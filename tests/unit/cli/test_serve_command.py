@@ -136,7 +136,7 @@ def _errors(said: str) -> list[str]:
     ],
 )
 def test_people_are_told_whether_rows_may_leave_the_device_and_what_that_takes(argv: tuple[str, ...], said: str) -> None:
-    """No more rows than the longest request has tokens: more would be room for nothing."""
+    """No more rows than the longest request has tokens: more would be wasted."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from engine.families import checkpoint
@@ -146,8 +146,8 @@ def test_people_are_told_whether_rows_may_leave_the_device_and_what_that_takes(a
     keys = Secrets(api_key=None, admin_token="word")
     with build_engine(checkpoint("llama"), config) as engine:
         rows = engine.spilling
-        told = dict(serve_summary.lines(engine, "a", config, "b", keys, TenantsFile(), made=False))["sparse"]
-    assert told == said + ("" if rows is None else f"{format_bytes(rows.beside_bytes)} reserved for them")
+        reported = dict(serve_summary.lines(engine, "a", config, "b", keys, TenantsFile(), made=False))["sparse"]
+    assert reported == said + ("" if rows is None else f"{format_bytes(rows.beside_bytes)} reserved for them")
     assert rows is None or rows.beside_bytes > 32 * 8 * 2048 * 16, "a plan for all that could be missing, at least"
 
 
@@ -310,7 +310,7 @@ _CLOSING = ["closing: finishing backups and copies, then closing the store", "st
 
 
 def _logged(errors: str) -> list[str]:
-    """What a server has logged, of which none may be a warning; but for requests, which end when they like."""
+    """The lines a server has logged, without those of requests, which end at any time. None may be a warning."""
     lines = [line.split(" ", 2) for line in errors.splitlines()]
 
     def ended(said: str) -> bool:

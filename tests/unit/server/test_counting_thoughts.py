@@ -52,7 +52,7 @@ def counted(texts: Sequence[str], *, reasoning: str, end: str, at_once: int) -> 
         ("think", "", ["<think>", "so", ".</think>Rome", " it is"], 3),  # a token in which both stand
         ("think", "", ["<think>", "so", " it", "</thi"], 4),  # cut off
         ("think", "", ["<thi", "s is Rome"], 0),
-        ("think", "", ["<think"], 0),  # nobody knows
+        ("think", "", ["<think"], 0),  # undecided
         ("think", "", ["Rome", "<think>", "so", "</think>"], 0),  # content, as the answer has it
         ("mistral", "", ["[THINK]", "so", "[/THINK]", "Rome"], 3),
         ("harmony", "", [*THOUGHT, *START, *FINAL], 7),
@@ -63,9 +63,9 @@ def counted(texts: Sequence[str], *, reasoning: str, end: str, at_once: int) -> 
 )
 def test_tokens_of_reasoning_are_counted(reasoning: str, end: str, texts: list[str], expected: int, at_once: int) -> None:
     assert counted(texts, reasoning=reasoning, end=end, at_once=at_once) == expected
-    told = parser_for(None, reasoning, prompt_end=end)
-    pieces = [told.push("".join(texts)), told.finish()]
-    assert any(each.reasoning for each in pieces) is bool(expected), "as the answer tells it apart"
+    reported = parser_for(None, reasoning, prompt_end=end)
+    pieces = [reported.push("".join(texts)), reported.finish()]
+    assert any(each.reasoning for each in pieces) is bool(expected), "as the answer separates it"
 
 
 def test_no_text_is_made_of_tokens_behind_the_reasoning() -> None:

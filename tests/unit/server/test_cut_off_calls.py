@@ -62,8 +62,8 @@ def test_an_answer_that_is_cut_off_is_a_beginning_of_the_whole_one(
             assert whole.content.startswith(found.content.rstrip()), (short, found.content)
         assert whole.reasoning.startswith(found.reasoning.rstrip())
         assert len(found.calls) <= len(whole.calls)
-        for told, full in zip(found.calls, whole.calls, strict=False):
-            assert told.name == full.name and full.arguments.startswith(told.arguments)
+        for reported, full in zip(found.calls, whole.calls, strict=False):
+            assert reported.name == full.name and full.arguments.startswith(reported.arguments)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -74,9 +74,9 @@ def test_no_marker_is_in_the_content_wherever_an_answer_is_cut_off(form: str, th
     markers = markers_of(FORMS[form][0], reasoning)
     for end in range(len(text) + 1):
         found = parsed(make, [text[:end]], cut=True)
-        for told in (found.content, found.reasoning):
-            assert not any(marker in told for marker in markers), (text[:end], told)
-            assert form in BARE or not any(overlap(told, marker) for marker in markers), (text[:end], told)
+        for reported in (found.content, found.reasoning):
+            assert not any(marker in reported for marker in markers), (text[:end], reported)
+            assert form in BARE or not any(overlap(reported, marker) for marker in markers), (text[:end], reported)
 
 
 @pytest.mark.parametrize(

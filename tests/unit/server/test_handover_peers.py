@@ -1,4 +1,4 @@
-"""What a decode server asks of prefill servers: each of them by itself, and none that it was not told of."""
+"""Requests of a decode server to prefill servers: to each separately, and only to those it was given."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from waiting import PATIENCE_S
 TOKEN = "a-token-of-some-length"
 NUMBER = "n" * 32
 LISTING = Listing(space=bytes(32), session="127.0.0.1:1", values=[Value(b"k" * 32, bytes(64), 4096, 100)])
-ELSEWHERE = replace(LISTING, session="192.0.2.1:1")  # memory of a machine that nobody named
+ELSEWHERE = replace(LISTING, session="192.0.2.1:1")  # memory of an unknown machine
 
 
 class PrefillServer:
-    """Answers with what it is told to, and remembers what it was asked."""
+    """Gives prepared answers, and records the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, str | None]] = []

@@ -1,4 +1,4 @@
-"""What a model may write, and a client may make it write: nothing of it is lost, told twice, or takes long to read."""
+"""Text that a model may write, or a client may make it write: none of it is lost, repeated, or slow to read."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_a_whole_answer_has_the_items_that_a_stream_has(size: int | None) -> Non
         output.push(parser.push(text[at : at + size]))
     output.push(parser.finish())
     output.finish("completed")
-    told = [item["name"] if "name" in item else item["content"][0]["text"].strip() for item in output.items]
-    assert told == ["One.", "f", "g", "Two.\n\nThree", "h"], "and no message of nothing but space"
+    reported = [item["name"] if "name" in item else item["content"][0]["text"].strip() for item in output.items]
+    assert reported == ["One.", "f", "g", "Two.\n\nThree", "h"], "and no message of nothing but space"
     assert [item["arguments"] for item in output.items if "name" in item] == ['{"a": 1}'] * 3
 
 
@@ -122,8 +122,8 @@ def test_reasoning_between_messages_and_calls_is_an_item_where_it_came(size: int
         output.push(parser.push(text[at : at + size]))
     output.push(parser.finish())
     output.finish("completed")
-    told = [item.get("arguments") or item["content"][0]["text"] for item in output.items]
-    assert told == ["One.", "Two.", "One.", '{"a": 1}', '{"a": 1}', "One.One.", "Two."]
+    reported = [item.get("arguments") or item["content"][0]["text"] for item in output.items]
+    assert reported == ["One.", "Two.", "One.", '{"a": 1}', '{"a": 1}', "One.One.", "Two."]
     kinds = ["reasoning", "message", "reasoning", "function_call", "function_call", "reasoning", "message"]
     assert [item["type"] for item in output.items] == kinds
 

@@ -1,4 +1,4 @@
-"""Events in, messages out: what routers are told, and when. `tests/property` proves that it is what lookups find."""
+"""Events in, messages out: what is published to routers, and when. `tests/property` proves that it is what lookups find."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def stored(start: int, end: int, tier: Tier = Tier.DEVICE, tokens: Sequence[int]
     )  # fmt: skip
 
 
-def told(kind: EventKind, keys: Sequence[PageKey], tier: Tier = Tier.DEVICE) -> CacheEvent:
+def reported(kind: EventKind, keys: Sequence[PageKey], tier: Tier = Tier.DEVICE) -> CacheEvent:
     return CacheEvent(kind=kind, tier=tier, keys=tuple(keys))
 
 
 def evicted(start: int, end: int, tier: Tier = Tier.DEVICE) -> CacheEvent:
-    return told(EventKind.PAGES_EVICTED, KEYS[start:end], tier)
+    return reported(EventKind.PAGES_EVICTED, KEYS[start:end], tier)
 
 
 def checkpoint(pages: int, tier: Tier = Tier.DEVICE, kind: EventKind = EventKind.CHECKPOINT_STORED) -> CacheEvent:
-    return told(kind, KEYS[pages - 1 : pages], tier)
+    return reported(kind, KEYS[pages - 1 : pages], tier)
 
 
 def lost_checkpoint(pages: int, tier: Tier = Tier.DEVICE) -> CacheEvent:
@@ -48,7 +48,7 @@ def lost_checkpoint(pages: int, tier: Tier = Tier.DEVICE) -> CacheEvent:
 
 
 class Router:
-    """A translator, and which pages of the prompt above it has told of, by medium."""
+    """A translator, and the pages of the prompt above that it has published, by medium."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.translator = BlockTranslator(spec)
@@ -58,9 +58,9 @@ class Router:
         messages = self.translator.translate(events, {ROOT: None})
         for message in messages:
             assert not isinstance(message, AllBlocksCleared)
-            told = self.media[message.medium]
-            told.symmetric_difference_update(message.hashes)
-            assert told.issuperset(message.hashes) is isinstance(message, BlockStored), f"told twice: {message}"
+            reported = self.media[message.medium]
+            reported.symmetric_difference_update(message.hashes)
+            assert reported.issuperset(message.hashes) is isinstance(message, BlockStored), f"published twice: {message}"
         return messages
 
     def pages(self, medium: str = "GPU") -> list[int]:
@@ -85,7 +85,7 @@ def test_a_branch_names_the_block_that_it_leaves() -> None:
 
 def test_pages_of_a_hybrid_are_told_up_to_the_deepest_checkpoint() -> None:
     router = Router(HYBRID)
-    assert not router.hear(stored(0, 6)), "nobody could resume on any of them"
+    assert not router.hear(stored(0, 6)), "no request could resume on any of them"
     router.hear(checkpoint(3))
     assert router.pages() == [0, 1, 2]
     router.hear(checkpoint(5))
@@ -130,7 +130,7 @@ def test_a_page_that_comes_before_the_one_it_stands_on_is_told_after_it() -> Non
 
 def test_what_stands_on_a_page_that_is_gone_cannot_be_resumed_from() -> None:
     router = Router(FULL)
-    router.hear(stored(0, 4, Tier.HOST), told(EventKind.PAGES_STORED, KEYS[:4], Tier.STORE))
+    router.hear(stored(0, 4, Tier.HOST), reported(EventKind.PAGES_STORED, KEYS[:4], Tier.STORE))
     router.hear(evicted(0, 4, Tier.HOST))
     assert router.pages("CPU") == [] and router.pages("STORAGE") == [0, 1, 2, 3]
     router.hear(evicted(1, 2, Tier.STORE))
@@ -141,7 +141,7 @@ def test_what_stands_on_a_page_that_is_gone_cannot_be_resumed_from() -> None:
 
 def test_a_checkpoint_in_a_store_makes_pages_anywhere_worth_telling() -> None:
     router = Router(HYBRID)
-    router.hear(stored(0, 3), told(EventKind.PAGES_STORED, KEYS[:2], Tier.STORE), checkpoint(3, Tier.STORE))
+    router.hear(stored(0, 3), reported(EventKind.PAGES_STORED, KEYS[:2], Tier.STORE), checkpoint(3, Tier.STORE))
     assert router.pages() == [0, 1, 2] and router.pages("STORAGE") == [0, 1]
     router.hear(lost_checkpoint(3, Tier.STORE))
     assert router.pages() == router.pages("STORAGE") == []
@@ -149,7 +149,7 @@ def test_a_checkpoint_in_a_store_makes_pages_anywhere_worth_telling() -> None:
 
 def test_a_page_that_a_store_had_before_it_was_known_is_told_in_both() -> None:
     router = Router(FULL)
-    assert not router.hear(told(EventKind.PAGES_STORED, KEYS[:2], Tier.STORE)), "of which tokens is not known"
+    assert not router.hear(reported(EventKind.PAGES_STORED, KEYS[:2], Tier.STORE)), "their tokens are unknown"
     router.hear(stored(0, 2, Tier.HOST))
     assert router.pages("CPU") == router.pages("STORAGE") == [0, 1]
 
@@ -157,7 +157,7 @@ def test_a_page_that_a_store_had_before_it_was_known_is_told_in_both() -> None:
 def test_no_more_is_kept_of_a_store_than_the_feed_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "MOST_IN_STORE", 3)
     router = Router(FULL)
-    router.hear(stored(0, 4, Tier.HOST), told(EventKind.PAGES_STORED, KEYS[3::-1], Tier.STORE))
+    router.hear(stored(0, 4, Tier.HOST), reported(EventKind.PAGES_STORED, KEYS[3::-1], Tier.STORE))
     assert router.pages("STORAGE") == [0, 1, 2], "the latest of them"
     router.hear(evicted(0, 4, Tier.HOST))
     assert router.translator.num_pages == 3

@@ -1,4 +1,4 @@
-"""Arguments of calls are told as they come, and put together are the same however the text was cut, in every family's form."""
+"""Arguments of calls are sent as they arrive, and are the same however the text was cut, in every family's format."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_arguments_are_told_before_the_call_is_whole(form: str) -> None:
     text = written(form, LONG)
     begun = text[: text.index(" behind it")]
     parser = maker(form, LONG)()
-    told = joined([parser.push(each) for each in begun])
-    (call,) = told.calls
+    reported = joined([parser.push(each) for each in begun])
+    (call,) = reported.calls
     assert call.name == "weather" and call.arguments.replace(" ", "") == '{"city":"Zürich,andalongtext'
     more = joined([parser.push(text[len(begun) :]), parser.finish()])
     assert [each.name for each in more.calls] == [None] and json.loads(call.arguments + more.calls[0].arguments) == LONG

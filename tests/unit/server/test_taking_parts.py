@@ -1,4 +1,4 @@
-"""Parts of a prompt that a decode server is told of: what makes no sense is refused, and nothing is left behind."""
+"""Parts of a prompt sent to a decode server: invalid ones are refused, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_what_makes_no_sense_is_refused_before_anybody_is_asked(wrong: dict[str,
             b"[" * 100_000,
             b'{"tokens": [1], "salt": null, "tenant": null, "priority": 0, "ttl_s": Infinity}',
         ):
-            told = await client.post("/handover/ahead", content=raw, headers={"Content-Type": "application/json"})
-            assert told.status_code == 400
+            reported = await client.post("/handover/ahead", content=raw, headers={"Content-Type": "application/json"})
+            assert reported.status_code == 400
         other = {"Authorization": "Bearer another"}
         assert (await client.post("/handover/ahead", json=GOOD, headers=other)).status_code == 401
 

@@ -1,4 +1,4 @@
-"""The tenants file, as an operator writes it and as nobody should."""
+"""The tenants file: valid ones, and mistakes."""
 
 from __future__ import annotations
 

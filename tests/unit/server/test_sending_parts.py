@@ -1,4 +1,4 @@
-"""Whom a prefill server tells of the parts of a prompt, from where on, and when it stops. The other server is made up."""
+"""To which server a prefill server sends parts of a prompt, from where on, and when it stops. The other server is a stand-in."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, PartSender
 
 TOKEN = "a-token-of-some-length"
 ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
-ALL = object()  # of what it is told it has everything
+ALL = object()  # it has every part
 
 
 class DecodeServer:
-    """Answers with what it is told to, one after the other, and remembers what it was told."""
+    """Gives prepared answers in order, and records what it received."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
         self.answers: list[tuple[int, object]] = []
         mine = self
@@ -36,7 +36,7 @@ class DecodeServer:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                mine.told.append(body)
+                mine.received.append(body)
                 mine.tokens.append(self.headers["Authorization"])
                 status, said = mine.answers.pop(0)
                 out = json.dumps({"tokens": len(body["tokens"]) - 1} if said is ALL else said).encode()
@@ -112,8 +112,8 @@ def test_every_part_begins_where_the_one_before_ended(monkeypatch: pytest.Monkey
     decode.answers = [(200, ALL), (200, ALL)]
     offers, _ = follow(monkeypatch, decode, [20, 50])
     assert offers.offered == [(0, 20), (20, 50)] and offers.ended == ["number-20", "number-50"]
-    assert [each["tokens"] for each in decode.told] == [ASK.tokens[:21], ASK.tokens[:51]], "one more than can be resumed with"
-    kept = [tuple(each[name] for name in ("salt", "tenant", "priority", "ttl_s")) for each in decode.told]
+    assert [each["tokens"] for each in decode.received] == [ASK.tokens[:21], ASK.tokens[:51]], "one more than can be resumed with"
+    kept = [tuple(each[name] for name in ("salt", "tenant", "priority", "ttl_s")) for each in decode.received]
     assert kept == [("mine", "acme", 3, 60.0)] * 2, "as long as their request may keep them, and no longer"
     assert decode.tokens == [f"Bearer {TOKEN}"] * 2
 
@@ -139,7 +139,7 @@ def test_a_server_that_fails_is_left_alone_for_a_while(
 ) -> None:
     decode.answers = [answer]
     offers, made = follow(monkeypatch, decode, [20, 50])
-    assert offers.offered == [(0, 20)] and offers.ended == ["number-20"], "what was offered is let go of"
+    assert offers.offered == [(0, 20)] and offers.ended == ["number-20"], "the offer was released"
     asyncio.run(made.follow(Loop(), ASK, decode.address, asyncio.Event()))  # type: ignore[arg-type]
     assert len(offers.offered) == 1
 
@@ -177,7 +177,7 @@ def test_short_prompts_and_more_than_a_few_at_a_time_are_not_followed() -> None:
 
 
 def test_parts_of_long_prompts_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is told and looked up grows with the prompt for each of them."""
+    """The size of parts grows with the prompt."""
     sizes: list[int] = []
     ended = asyncio.Event()
     ended.set()

@@ -2,8 +2,8 @@
 
     claim    a row in a page on the device: nothing to do. In a hot slot: the slot is in use now. Else it is missing, and the
              first reference to it whose request has hot pages wins it; whoever else refers to it finds it there
-    assign   winners of a request, in the order of its references, get slots of its own hot pages: those that `replacement` gives
-             away first. Who gets none is read from the host where it lies, by whoever gathers
+    assign   winners of a request, in the order of its references, get slots of its own hot pages: those in the highest
+             bin first (`score_bins`). Who gets none is read from the host where it lies, by whoever gathers
     fetch    rows of the plan, host page -> hot page, of one layer. Layers that share a selection replay the same plan
 
 The result is the same whatever runs first: a row that is missing is missing for all, and claims are a minimum. Selections are
@@ -24,10 +24,11 @@ from stepwell.base.errors import ConfigError
 from stepwell.memory.row_pages import ABSENT
 from stepwell.sparse.counts import FETCHED, HITS, READ_THROUGH, RESIDENT
 from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
-from stepwell.sparse.replacement import score_bins
 
 CLAIM = -(2**30)  # a hint of CLAIM + e: entry e claims the row. Entries are numbered x * K + k
 MOST_ENTRIES = 2**30
+IN_USE, EMPTY, LAST = 0, 255, 254  # bins of slots: used in this pass, holding nothing, and the lowest score
+LARGEST = 3e38  # finite in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,3 +193,19 @@ def _bins(places: Places, group: int, wanted: Wanted, request: int, slot_H: torc
     known_H = (position_H >= 0) & (position_H < mine_YT.shape[1])
     score_H = mine_YT.amax(dim=0)[position_H.masked_fill(~known_H, 0)].masked_fill(~known_H, -torch.inf)
     return score_bins(key_H, stamp_H, places.now_1, score_H)
+
+
+def score_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor, score_H: torch.Tensor) -> torch.Tensor:
+    """A bin for each of a request's slots H. Slots of the highest bin get another row first, of one bin the earliest slot. Those
+    that are not in use are in bins by equal steps between the highest and the lowest score of their rows; -inf is in the last.
+    """
+    idle_H = (key_H >= 0) & (stamp_H < now)
+    known_H = idle_H & score_H.isfinite()
+    high = score_H.masked_fill(~known_H, -torch.inf).amax()
+    low = score_H.masked_fill(~known_H, torch.inf).amin()
+    span = (high - low).clamp(max=LARGEST)
+    step = torch.where(high > low, torch.full_like(span, LAST - 1) / span, 0.0).clamp(max=LARGEST)  # rounded once, as kernels do
+    below_H = torch.where(known_H, (high - score_H).clamp(max=LARGEST), 0.0)
+    bin_H = 1 + (below_H * step).clamp(max=LAST - 1).to(torch.int32)
+    bin_H = bin_H.masked_fill(score_H == -torch.inf, LAST)
+    return bin_H.masked_fill(~idle_H, IN_USE).masked_fill(key_H < 0, EMPTY)

@@ -112,7 +112,7 @@ def _score_of(key, idle, score, header, header_stride, first, stop, length, scor
 
 @triton.jit
 def _score_bin(most, low, high):
-    """As `replacement.score_bins`, for slots that are not in use."""
+    """As `resolve.score_bins`, for slots that are not in use."""
     known = (most > float("-inf")) & (most < float("inf"))
     several = high > low  # else no two differ
     top, span = tl.where(several, high, 0.0), tl.where(several, tl.minimum(high - low, 3e38), 1.0)

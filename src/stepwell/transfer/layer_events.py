@@ -59,10 +59,6 @@ class LayerEvents:
         if state in self._step_of:
             self._wait(self._step_of[state][layer], stream or torch.cuda.current_stream(self._device))
 
-    def wait_all(self, stream: torch.cuda.Stream) -> None:
-        """The same for every byte of the load."""
-        self._wait(len(self._events) - 1, stream)
-
     def arrived(self, state: str, layer: int) -> bool:
         """Whether its bytes are there now."""
         if state not in self._step_of:

@@ -12,8 +12,7 @@ from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import Counts, Found  # noqa: E402
 from stepwell.sparse.places import Places, check_pages  # noqa: E402
-from stepwell.sparse.replacement import EMPTY, IN_USE, LAST, score_bins  # noqa: E402
-from stepwell.sparse.resolve import Plan, Wanted  # noqa: E402
+from stepwell.sparse.resolve import EMPTY, IN_USE, LAST, Plan, Wanted, score_bins  # noqa: E402
 from unit.sparse.scene import R  # noqa: E402
 
 PAGES, HOT = 4, 2

@@ -18,8 +18,7 @@ from stepwell.memory.row_pages import ABSENT, Changes  # noqa: E402
 from stepwell.sparse import resolve as plain  # noqa: E402
 from stepwell.sparse.counts import FETCHED  # noqa: E402
 from stepwell.sparse.places import LAST_PASS, Places, Read  # noqa: E402
-from stepwell.sparse.replacement import LAST, score_bins  # noqa: E402
-from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted  # noqa: E402
+from stepwell.sparse.resolve import LAST, Fetch, Plan, Resolve, Wanted, score_bins  # noqa: E402
 from unit.sparse.far import PAGES, WHICH, spread  # noqa: E402
 from unit.sparse.scene import R, Scene, live, random_pass, tables_of  # noqa: E402
 

@@ -23,7 +23,6 @@ from stepwell.engine.ops.recurrent_tokens import UNIT_EPS, Tokens
 
 UNIT_BLOCK = 1024  # numbers of a program that makes heads of length 1
 DECAY_BLOCK = 1024
-WIDEST_KEY = 256  # that the library takes
 
 
 def recur_runs(points: Points, tokens: Tokens, state_RHDV: torch.Tensor) -> Outcome:

@@ -28,7 +28,7 @@ from stepwell.store.api import (
     WriteOutcome,
 )
 
-VERSION = 2
+VERSION = 1
 MAX_BODY_BYTES = 1 << 20
 MAX_VALUES = 4096  # of one frame
 MAX_TEXT_BYTES = 4096

@@ -12,7 +12,7 @@ headers. A number made of that secret tells headers of another store. `seq` numb
     CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
     FILLER   nothing: covers a place that was damaged
 
-The `flags` of a value are its level: NORMAL as 0, which is what logs have that were written before there were levels.
+The `flags` of a value are its level, NORMAL as 0.
 
 Deletes, clears and revocations are tombstones. The `offset` of one is the seq that nothing it hides is older than.
 

@@ -3,7 +3,8 @@
     | magic, version, checksum, counts, position | spaces | segments | revoked | columns, one after the other |
 
 True as of a position in the log; what came later is read from there. Its checksum covers everything; any bytes may be
-given, and what does not verify is as good as no snapshot. Rows of segments that are gone are dropped by the reader.
+given, and what does not verify, or has another version, is as good as no snapshot. Rows of segments that are gone are
+dropped by the reader.
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from stepwell.store.log.disk.files import Disk
 from stepwell.store.log.format.segment_list import NOTHING_YET, NUMBERS_END, SegmentInfo
 
 NAME = "snapshot"
-VERSION = 3
-BEFORE_LEVELS = 2  # the version that says nothing of levels, and is read all the same
+VERSION = 1
 MAGIC = b"SWsnap\0\x01"
 
 # name -> (type, bytes wide: 0 for one number per row); the order is the order in a snapshot
@@ -39,7 +39,7 @@ SHAPES: dict[str, tuple[str, int]] = {
     "key": ("u1", 32),
     "parent": ("u1", 32),
     "stamp": ("u1", 64),
-    "level": ("u1", 0),  # last: an earlier version ends before it
+    "level": ("u1", 0),
 }
 ROW_BYTES = sum(max(width, 1) * np.dtype(kind).itemsize for kind, width in SHAPES.values())
 
@@ -51,7 +51,6 @@ _SPACE = np.dtype([("digest", "u1", 32), ("tenant", f"S{MAX_TENANT_BYTES}"), ("l
 _SEGMENT = np.dtype([(name, "<u8") for name in ("id", "first_seq", "end", "last_seq", "stale", "tombstones", "newest_tombstone")])
 _REVOKED = np.dtype([("start", "<u8"), ("stop", "<u8")])
 _WIDTHS = (_SPACE.itemsize, _SEGMENT.itemsize, _REVOKED.itemsize, ROW_BYTES)
-_WIDTHS_OF = {VERSION: _WIDTHS, BEFORE_LEVELS: (*_WIDTHS[:3], ROW_BYTES - 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -140,22 +139,21 @@ def _claimed_bytes(content: memoryview) -> int:
     if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
         return 0
     _, _, version, _, _, _, _, _, *counts = _HEAD.unpack_from(content)
-    widths = _WIDTHS_OF.get(version)
-    return _HEAD.size + sum(n * w for n, w in zip(counts, widths, strict=True)) if widths is not None else 0
+    return _HEAD.size + sum(n * w for n, w in zip(counts, _WIDTHS, strict=True)) if version == VERSION else 0
 
 
 def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | None:
     """The snapshot in these bytes; None unless all of it verifies and belongs to this store."""
     if not content or _claimed_bytes(content) != len(content):
         return None
-    _, checksum, version, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
+    _, checksum, _, segment, offset, next_seq, settled, tick, *counts = _HEAD.unpack_from(content)
     if xxhash.xxh3_64_intdigest(content[_CHECKED_FROM:], seed) != checksum:
         return None
     at, tables = _HEAD.size, []
     for kind, count in zip((_SPACE, _SEGMENT, _REVOKED), counts, strict=False):
         tables.append(np.frombuffer(content, kind, count, at))
         at += kind.itemsize * count
-    columns = _columns(content, at, counts[3], has_levels=version >= VERSION)
+    columns = _columns(content, at, counts[3])
     try:
         spaces = [Space(digest=d.tobytes(), tenant=t.decode(), label=name.decode()) for d, t, name in tables[0]]
     except ValueError:
@@ -175,12 +173,9 @@ def decode(content: memoryview, *, seed: int, segment_bytes: int) -> Snapshot | 
     )  # fmt: skip
 
 
-def _columns(content: memoryview, at: int, count: int, *, has_levels: bool) -> dict[str, npt.NDArray[Any]]:
+def _columns(content: memoryview, at: int, count: int) -> dict[str, npt.NDArray[Any]]:
     columns: dict[str, npt.NDArray[Any]] = {}
     for name, (kind, width) in SHAPES.items():
-        if name == "level" and not has_levels:
-            columns[name] = np.full(count, Level.NORMAL, kind)
-            continue
         flat = np.frombuffer(content, kind, count * max(width, 1), at).copy()
         at += flat.nbytes
         columns[name] = flat.reshape(count, width) if width else flat

@@ -95,7 +95,7 @@ class StoreSide(World):
         self.stored.add((space_of(namespace), packed(tokens[: self.spec.page_tokens])))
         awaited = Awaited(ticket, namespace, list(tokens), after)
         self.awaited.append(awaited)
-        self.trace.append(f"{ticket} granted {ticket.grant}")
+        self.trace.append(f"{ticket} may wait until {ticket.deadline_s}")
         return awaited
 
     def acquire_awaited(self, awaited: Awaited) -> Held | None:

@@ -77,7 +77,7 @@ class PrefetchPolicy(Enum):
 
     BEST_EFFORT = "best_effort"  # not at all: it uses what has arrived when its turn comes
     WAIT_COMPLETE = "wait_complete"  # until everything is there or has failed
-    TIMEOUT = "timeout"  # as long as computing would take at most, and as waiting has paid so far
+    TIMEOUT = "timeout"  # as long as computing is expected to take, if fetching is expected to be sooner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

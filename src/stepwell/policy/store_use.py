@@ -13,19 +13,12 @@
 **How long** a request waits is decided by the seconds that computing and fetching are expected to take (`expected.py`):
 
     fetch >= compute, or computing not measured yet      not at all
-    fetch <  compute                                     AGAIN times the expected fetch and MARGIN of computing
-    fetching not measured yet                            MARGIN of computing
+    fetch <  compute                                     as long as computing
+    fetching not measured yet                            UNMEASURED_SHARE of that
 
-never longer than computing would take, and in each case also as long as what has arrived so far saves. So a request that waits
-for a store nothing is known of is at most MARGIN slower than without one, whatever the store does.
+and no longer than the operator's limit. So a store that nothing is known of makes a request a tenth slower at most.
 
-**Patience** bounds what expectations that are wrong cost. A store is trusted until it is first waited for in vain. From there on
-waiting is paid from an allowance: a small share of all time spent computing, and everything that fetches have saved. All waiting
-in vain adds up to less than
-
-    one limit + credit_s + share * (time spent computing) + (time saved by fetches)
-
-and the sum never exceeds the time without a store by more than the first three.
+Waits in vain, from which a request got nothing, count as failures of what the store delivers: three in a row open a breaker.
 
 **Tuning** bounds all this by values that no operator has a reason to change, each with the reason for it. What operators do
 choose is in `base/config.StoreConfig`. Tests make other tunings, to reach in a few pages what takes millions.
@@ -36,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -47,12 +39,8 @@ from stepwell.base.spec import ModelSpec
 FAILURES_TO_OPEN = 3
 FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S = 1.0, 60.0
 MOST_FALLBACKS = 8  # checkpoints fetched in case the deepest is not reached
-MOST_ALLOWANCE_S = 10.0  # a store that was good for a day may still turn bad
-SHARERS = 8  # a request gets this part of the allowance, so that several at a time can wait
+UNMEASURED_SHARE = 0.1  # of computing: a request waits no longer for a store whose speed is not known
 KEPT_OF_MEAN = 0.8  # how much of a running mean the next measurement leaves
-MARGIN = 0.1  # of the time that computing takes: for a store that nothing is known of, and for what delays a fetch
-AGAIN = 1.25  # times as long as expected, a fetch may take
-_ZERO_OR_MORE = ("wait_credit_s", "wait_share", "fallback_share")
 _POSITIVE = ("op_timeout_s", "backup_queue", "backup_age_s", "backup_bytes")
 
 Flags = npt.NDArray[np.bool_]
@@ -62,10 +50,6 @@ Flags = npt.NDArray[np.bool_]
 class StoreTuning:
     """One store's bounds. The defaults are what ships."""
 
-    # Waiting in vain, beyond the first time: at most half a second, and 1 % of the time spent computing. Less than anybody can
-    # measure on a whole workload, and enough to notice a store that has recovered.
-    wait_credit_s: float = 0.5
-    wait_share: float = 0.01
     # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
     host_share: float = 0.5
     # The same for a fetch while there is no other: a long prompt is worth more than what it takes the place of for a while, as
@@ -92,9 +76,8 @@ class StoreTuning:
     backup_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name in _ZERO_OR_MORE:
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more, got {getattr(self, name)}")
+        if self.fallback_share < 0:
+            raise ConfigError(f"fallback_share must be 0 or more, got {self.fallback_share}")
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
@@ -195,13 +178,6 @@ def is_worth_it(fetch_s: float | None, recompute_s: float | None) -> bool:
     return fetch_s is None or recompute_s is None or fetch_s < recompute_s
 
 
-def patience_s(*, fetch_s: float | None, compute_s: float | None) -> float:
-    """How long a request waits for a fetch before anything of it has arrived; both are what is expected."""
-    if compute_s is None or not is_worth_it(fetch_s, compute_s):
-        return 0.0
-    return min(AGAIN * (fetch_s or 0.0) + MARGIN * compute_s, compute_s)
-
-
 class Speed:
     """A running mean of amounts per second, recent ones counting more; None before the first measurement."""
 
@@ -218,62 +194,3 @@ class Speed:
             return
         self._amount = KEPT_OF_MEAN * self._amount + amount
         self._seconds = KEPT_OF_MEAN * self._seconds + seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """How long one request may wait in vain; on trust, or out of the allowance."""
-
-    seconds: float
-    on_trust: bool = False
-
-
-UNLIMITED = Grant(seconds=inf)
-
-
-class Patience:
-    """Trust, then the allowance. One thread."""
-
-    def __init__(self, *, credit_s: float, share: float) -> None:
-        self._allowance_s = credit_s
-        self._share = share
-        self.trusted = True  # it was never waited for in vain
-
-    @property
-    def allowance_s(self) -> float:
-        return self._allowance_s
-
-    def take(self, limit_s: float) -> Grant:
-        """How long a request may wait in vain, at most `limit_s`: on trust all may; else it is reserved, and others get some."""
-        if self.trusted:
-            return Grant(seconds=limit_s, on_trust=True)
-        granted_s = max(min(limit_s, self._allowance_s / SHARERS), 0.0)
-        self._allowance_s -= granted_s
-        return Grant(seconds=granted_s)
-
-    def take_more(self, grant: Grant, expected_s: float) -> Grant:
-        """Reserves as much as a fetch is expected to take, for one that computing would not beat; all of it, or nothing more."""
-        missing_s = expected_s - grant.seconds
-        if grant.on_trust and self.trusted:
-            return Grant(seconds=max(expected_s, grant.seconds), on_trust=True)
-        if grant.on_trust or not 0 < missing_s <= self._allowance_s:
-            return grant
-        self._allowance_s -= missing_s
-        return Grant(seconds=expected_s)
-
-    def settle(self, grant: Grant, *, waited_s: float, saved_s: float, given_up: bool) -> None:
-        """Gives back what was not used of a grant, adds what the waiting saved, and loses trust where it saved too little."""
-        if not grant.on_trust:
-            self._add(grant.seconds - waited_s + saved_s)
-        elif self.trusted or saved_s > waited_s:  # of many who waited in vain at a time, one pays
-            self._add(saved_s - waited_s)
-        if self.trusted and (self._allowance_s < 0 or (given_up and saved_s < waited_s)):
-            self.trusted = False
-            self._allowance_s = max(self._allowance_s, 0.0)  # waiting on trust leaves no debt
-
-    def computed(self, seconds: float) -> None:
-        """A request spent this long computing."""
-        self._add(self._share * seconds)
-
-    def _add(self, seconds: float) -> None:
-        self._allowance_s = min(self._allowance_s + seconds, max(MOST_ALLOWANCE_S, self._allowance_s))  # may be in debt

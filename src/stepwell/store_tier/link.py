@@ -23,7 +23,7 @@ from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import PageIds
 from stepwell.policy.displaced import Displaced
 from stepwell.policy.expected import ComputeTime, FetchTime
-from stepwell.policy.store_use import KEPT_OF_MEAN, Breaker, BreakerState, Patience, StoreTuning
+from stepwell.policy.store_use import KEPT_OF_MEAN, Breaker, BreakerState, StoreTuning
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps
@@ -179,8 +179,7 @@ class StoreLink:
     barred: set[bytes]  # namespaces that were cleared: what any store has of them is not to be used
     beliefs: Beliefs
     breaker: Breaker  # opens when the store fails
-    fetching: Breaker = field(default_factory=Breaker)  # opens when what it says it has turns out to be of no use
-    patience: Patience
+    fetching: Breaker = field(default_factory=Breaker)  # opens when what it says it has is of no use, or does not come in time
     fetch_time: FetchTime = field(default_factory=FetchTime)
     asking_s: float | None = None  # that the store takes to say what it has
     trials: list[Ticket] = field(default_factory=list)  # opened to measure the store, for no request

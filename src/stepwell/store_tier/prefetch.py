@@ -10,7 +10,6 @@ Nothing here waits. What fails is a miss, and the plan is made again without it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from itertools import compress
 
@@ -20,14 +19,11 @@ from stepwell.base.config import PrefetchPolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import FindItems, ItemStatus, Outcome
 from stepwell.policy.store_use import (
-    AGAIN,
-    MARGIN,
+    UNMEASURED_SHARE,
     BreakerState,
     Flags,
-    Grant,
     fallbacks,
     is_worth_it,
-    patience_s,
     reachable,
     restore_points,
 )
@@ -67,13 +63,12 @@ def prefetch(
     )  # fmt: skip
     link.tickets[ticket] = None
     if awaited:
-        _set_patience(state, link, ticket, match)
+        _set_deadline(state, link, ticket, match)
         if ticket.ready and link.config.prefetch is PrefetchPolicy.TIMEOUT:
             _try_again(state, link, match)
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
     ticket.first_asked = known
-    _note_earned(state, link, ticket)
     boundaries = boundaries_to_ask(state, match, upto)
     task = FindItems(pages=keys[known:], boundaries=tuple(keys[page - 1] for page in boundaries))
     state.counters.add("prefetch_asked")
@@ -89,7 +84,6 @@ def settle(state: CacheState, link: StoreLink) -> None:
     link.to_plan_later.clear()
     loading, link.to_load = link.to_load, {}
     for ticket in loading:
-        _note_earned(state, link, ticket)
         if ticket.awaited and ticket.state is TicketState.FETCHING:
             _load_ahead(state, link, ticket)
     while link.to_plan:
@@ -107,12 +101,6 @@ def settle(state: CacheState, link: StoreLink) -> None:
     for ticket in [each for each in link.tickets if each.ended_s + TICKET_HOLD_S < now]:
         state.counters.add("tickets_forgotten")
         ticket.close()
-
-
-def _note_earned(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
-    """Lets a ticket wait longer for what has come for it: as long as computing that would take."""
-    arrived_tokens = int(np.count_nonzero(ticket.from_store)) * state.spec.page_tokens
-    ticket.earned_s = _saved_s(state, link, ticket, arrived_tokens) or 0.0
 
 
 def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
@@ -141,11 +129,8 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         why = "the request that waited for it has ended"
         if finished:
             link.forget_given_up(ticket)
-    pays = ticket.awaited and link.config.prefetch is PrefetchPolicy.TIMEOUT
-    if pays and (given_up or finished or not ticket.grant.on_trust):
-        if finished and not ticket.fetches:
-            waited_s = min(waited_s, ticket.asking_s)  # an engine that was busy noticed the answer late
-        _settle_patience(state, link, ticket, waited_s=waited_s, used_tokens=used_tokens, given_up=given_up)
+    if given_up and waited_s > 0 and not used_tokens:
+        _note_wait_in_vain(state, link)
     for fetch in ticket.fetches:
         del fetch.watchers[ticket]
         if not fetch.watchers:
@@ -192,7 +177,6 @@ def _asked(state: CacheState, link: StoreLink, ticket: Ticket, boundaries: list[
     ticket.has_page[: ticket.first_asked] = True
     ticket.has_page[ticket.first_asked :] = found[:pages]
     ticket.has_checkpoint[boundaries] = found[pages:]
-    ticket.asking_s = took_s
     link.note_asked(took_s)
     if state.tree.feeds:
         lacks = [status is ItemStatus.MISSING for status in outcome.statuses]
@@ -211,14 +195,12 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
-    _note_earned(state, link, ticket)
     if ticket.plans_left and _may_help(state, link, match):
         ticket.plans_left -= 1
         for plan in _fetch_plans(state, link, ticket, match):
             started = send_for(state, link, ticket, match, plan)
             if started is not None:
                 watch(started, ticket)
-                _expect(state, link, ticket, match, plan)
                 break
             if ticket in link.to_plan_later:
                 ticket.plans_left += 1
@@ -340,8 +322,8 @@ def _try_again(state: CacheState, link: StoreLink, match: Match) -> None:
 # ---- how long to wait ---------------------------------------------------------------------------
 
 
-def _set_patience(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
-    """How long the request may wait: for ever, not at all, or while fetching is expected to be sooner than computing."""
+def _set_deadline(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
+    """How long the request may wait: for ever, not at all, or as long as computing takes if fetching is expected to be sooner."""
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
@@ -349,43 +331,24 @@ def _set_patience(state: CacheState, link: StoreLink, ticket: Ticket, match: Mat
         known, upto = match.known_tokens // state.spec.page_tokens, len(ticket.keys)
         compute_s = _compute_seconds(state, link, match, upto)
         fetch_s = _fetch_seconds(link, bytes_of(state, FetchPlan(known=known, upto=upto, boundaries=())))
-        wait_s = patience_s(fetch_s=None if fetch_s is None else fetch_s + (link.asking_s or 0.0), compute_s=compute_s)
-        ticket.deadline_s = ticket.started_s + (min(compute_s, link.config.prefetch_timeout_s) if wait_s and compute_s else 0.0)
-        ticket.grant = link.patience.take(wait_s) if wait_s else Grant(seconds=0.0)
+        if compute_s is not None and is_worth_it(None if fetch_s is None else fetch_s + (link.asking_s or 0.0), compute_s):
+            most_s = compute_s if fetch_s is not None else UNMEASURED_SHARE * compute_s
+            ticket.deadline_s = ticket.started_s + min(most_s, link.config.prefetch_timeout_s)
+        else:
+            ticket.deadline_s = ticket.started_s
 
 
-def _settle_patience(
-    state: CacheState, link: StoreLink, ticket: Ticket, *, waited_s: float, used_tokens: int, given_up: bool
-) -> None:  # fmt: skip
-    """Pays for a wait. When the store is trusted no more, those who still wait for it on trust go on, with what they have."""
-    saved_s = _saved_s(state, link, ticket, used_tokens)
-    if saved_s is None:
-        saved_s = waited_s if used_tokens else 0.0  # nothing was computed yet: it may well have paid
-    trusted = link.patience.trusted
-    link.patience.settle(ticket.grant, waited_s=waited_s, saved_s=saved_s, given_up=given_up)
-    if trusted and not link.patience.trusted:
+def _note_wait_in_vain(state: CacheState, link: StoreLink) -> None:
+    """A request waited as long as it may, and got nothing. After three such waits in a row those who still wait for a first page
+    go on, and the store is left alone for a while.
+    """
+    now = state.clock.now()
+    link.fetching.asked(now)  # after a cool-off this wait was the trial, though nothing was sent for
+    if link.fetching.failed(now):
+        state.counters.add("store_fetching_stopped")
         for other in link.tickets:
-            other.grant = replace(other.grant, seconds=min(other.grant.seconds, state.clock.now() - other.started_s))
-
-
-def _saved_s(state: CacheState, link: StoreLink, ticket: Ticket, tokens: int) -> float | None:
-    """What computing so many tokens, the first of those that were not in memory, would have taken."""
-    start = ticket.first_asked * state.spec.page_tokens
-    whole_s = link.compute.seconds(start, ticket.prompt_tokens)
-    rest_s = link.compute.seconds(start + tokens, ticket.prompt_tokens)
-    return None if whole_s is None or rest_s is None else whole_s - rest_s
-
-
-def _expect(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> None:
-    """A fetch that is expected to beat computing, by the speeds of both so far, is waited for if the allowance has that much."""
-    if not ticket.awaited or link.config.prefetch is not PrefetchPolicy.TIMEOUT:
-        return
-    point = plan.boundaries[-1] if plan.boundaries else plan.upto
-    fetch_s, compute_s = _fetch_seconds(link, 0), _compute_seconds(state, link, match, point)  # it is on its way by now
-    if fetch_s is not None and compute_s is not None:
-        now = state.clock.now()
-        wait_s = now - ticket.started_s + AGAIN * fetch_s + MARGIN * compute_s
-        ticket.grant = link.patience.take_more(ticket.grant, min(wait_s, ticket.deadline_s - ticket.started_s))
+            if other.awaited and not other.from_store.any():
+                other.deadline_s = min(other.deadline_s, now)
 
 
 def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
@@ -394,8 +357,6 @@ def _why_given_up(link: StoreLink, ticket: Ticket) -> str:
     if link.compute.seconds(0, ticket.prompt_tokens) is None:
         return "how fast prompts are computed is not known yet"
     limit_s = ticket.deadline_s - ticket.started_s
-    if ticket.ended_s >= ticket.deadline_s:
-        return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"
-    if ticket.grant.on_trust:
-        return f"a fetch is expected to take no longer; it had {ticket.grant.seconds:.2f} of {limit_s:.2f} s of computing"
-    return f"earlier waiting was in vain, and the allowance gave it {ticket.grant.seconds:.2f} of {limit_s:.2f} s"
+    if link.fetching.state is not BreakerState.CLOSED:
+        return f"requests have waited for this store in vain ({limit_s:.2f} s)"
+    return f"computing is expected to take no longer, or the limit for this prompt is reached ({limit_s:.2f} s)"

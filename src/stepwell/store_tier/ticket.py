@@ -17,7 +17,7 @@ from stepwell.base.ids import JobId
 from stepwell.base.meters import Clock
 from stepwell.base.prompt import TOKEN_BYTES, Namespace, PageKey
 from stepwell.base.tasks import PageIds
-from stepwell.policy.store_use import UNLIMITED, Flags
+from stepwell.policy.store_use import Flags
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.lease import RequestOptions
 from stepwell.tree.match import Match
@@ -88,11 +88,8 @@ class Ticket:
         self.awaited = awaited  # by a request; or it is brought up for one that is still to come, and no wait is paid for
         self.state = TicketState.ASKING
         self.started_s = clock.now()
-        self.deadline_s = inf  # not to wait longer than this,
-        self.grant = UNLIMITED  # nor longer than this
-        self.earned_s = 0.0  # beyond what fetching has saved so far
+        self.deadline_s = inf  # not to wait longer than this
         self.done_s = inf  # when it had nothing more to wait for
-        self.asking_s = inf  # how long the store took to say what it has
         self.keys = keys  # of every page that could be reused
         self.first_asked = 0  # pages before it were known when it started
         self.has_page: Flags = np.zeros(len(keys), np.bool_)  # what the store said it has
@@ -129,7 +126,7 @@ class Ticket:
     @property
     def ended_s(self) -> float:
         """When waiting ended, or will as things stand: infinity for when everything has come."""
-        return min(self.done_s, self.deadline_s, self.started_s + self.grant.seconds + self.earned_s)
+        return min(self.done_s, self.deadline_s)
 
     @property
     def given_up(self) -> bool:

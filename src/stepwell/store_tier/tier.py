@@ -22,7 +22,7 @@ from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
 from stepwell.policy.displaced import Displaced
 from stepwell.policy.expected import ComputeTime
 from stepwell.policy.placement import milestone_step
-from stepwell.policy.store_use import Breaker, BreakerState, Patience, StoreTuning
+from stepwell.policy.store_use import Breaker, BreakerState, StoreTuning
 from stepwell.store.api import Store, register, size_of
 from stepwell.store_tier.backup import (
     can_be_stored,
@@ -210,8 +210,6 @@ class StoreTier:
     def computed(self, spans: Sequence[tuple[int, int]], took_s: float) -> None:
         """Learns how long a pass over such parts of prompts takes, to choose between computing and fetching."""
         self.compute.measure(spans, took_s)
-        if self.link is not None:
-            self.link.patience.computed(took_s)
 
     def forget_compute_time(self) -> None:
         """Drops what was measured of computing; a speed that was given stays."""
@@ -387,7 +385,6 @@ class StoreTier:
             barred=self.barred,
             beliefs=beliefs,
             breaker=breaker,
-            patience=Patience(credit_s=tuning.wait_credit_s, share=tuning.wait_share),
             deferred=deferred,
             displaced=Displaced(_room_bytes(store) if is_late else None),
             most_backup_bytes=min(tuning.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),

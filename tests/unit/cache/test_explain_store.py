@@ -150,7 +150,7 @@ def test_asking_changes_nothing() -> None:
     assert link is not None
     for _ in range(2):
         link.breaker.failed(0.0)
-    before = after.tree.version, after.cache.counters.snapshot(), vars(link.breaker).copy(), link.patience.allowance_s
+    before = after.tree.version, after.cache.counters.snapshot(), vars(link.breaker).copy()
     longer = PROMPT + text(2, 40)
     for _ in range(5):
         after.cache.explain(longer)
@@ -158,7 +158,7 @@ def test_asking_changes_nothing() -> None:
         after.store_executor.finish(after.store_executor.pending[-1], status=ItemStatus.FAILED)
         after.cache.step()
         assert question.ready and "could not say" in question.answer().store_note
-    assert before == (after.tree.version, after.cache.counters.snapshot(), vars(link.breaker), link.patience.allowance_s)
+    assert before == (after.tree.version, after.cache.counters.snapshot(), vars(link.breaker))
     after.idle_check()
 
 

@@ -10,13 +10,9 @@ from stepwell.policy.store_use import (
     FAILURES_TO_OPEN,
     FIRST_COOL_OFF_S,
     LONGEST_COOL_OFF_S,
-    MOST_ALLOWANCE_S,
     MOST_FALLBACKS,
-    SHARERS,
     Breaker,
     BreakerState,
-    Grant,
-    Patience,
     Speed,
     StoreTuning,
     fallbacks,
@@ -75,70 +71,6 @@ def test_an_answer_from_before_does_not_close_an_open_breaker() -> None:
     assert breaker.state is BreakerState.OPEN
 
 
-def distrusted(*, credit_s: float, share: float) -> Patience:
-    """Of a store that was waited for in vain, with the credit still there."""
-    patience = Patience(credit_s=credit_s, share=share)
-    patience.settle(patience.take(30.0), waited_s=1e-9, saved_s=0.0, given_up=True)
-    assert not patience.trusted
-    return patience
-
-
-def test_waiting_in_vain_is_bounded_whatever_is_asked() -> None:
-    patience, waited_s, limit_s = Patience(credit_s=0.5, share=0.01), 0.0, 30.0
-    for _ in range(1000):
-        patience.computed(0.1)
-        grant = patience.take(limit_s)
-        waited_s += grant.seconds
-        patience.settle(grant, waited_s=grant.seconds, saved_s=0.0, given_up=True)
-    assert limit_s <= waited_s <= limit_s + 0.5 + 0.01 * 100, "one wait on trust, then the allowance"
-
-
-def test_answers_that_help_nobody_cost_trust_too() -> None:
-    patience, waited_s = Patience(credit_s=0.5, share=0.01), 0.0
-    for _ in range(1000):
-        patience.computed(0.1)
-        grant = patience.take(30.0)
-        waits_s = min(grant.seconds, 0.2)  # the store says that it has nothing, slowly
-        waited_s += waits_s
-        patience.settle(grant, waited_s=waits_s, saved_s=0.0, given_up=waits_s < 0.2)
-    assert waited_s <= 0.2 + 0.5 + 0.01 * 100
-
-
-def test_a_store_that_pays_stays_trusted() -> None:
-    patience = Patience(credit_s=0.5, share=0.0)
-    for _ in range(100):
-        patience.settle(patience.take(30.0), waited_s=5.0, saved_s=6.0, given_up=False)
-    assert patience.take(30.0) == Grant(seconds=30.0, on_trust=True)
-
-
-def test_many_who_waited_in_vain_at_a_time_pay_once_and_leave_no_debt() -> None:
-    patience = Patience(credit_s=0.5, share=0.1)
-    for grant in [patience.take(2.0) for _ in range(8)]:
-        patience.settle(grant, waited_s=2.0, saved_s=0.0, given_up=True)
-    assert patience.allowance_s == 0.0 and patience.take(2.0).seconds == 0.0
-    patience.computed(8.0)
-    assert patience.take(2.0).seconds == pytest.approx(0.8 / SHARERS)
-
-
-def test_what_was_not_used_comes_back_and_savings_are_added_up_to_a_limit() -> None:
-    patience = distrusted(credit_s=0.8, share=0.0)
-    grant = patience.take(30.0)
-    assert grant.seconds == pytest.approx(0.8 / SHARERS) and not grant.on_trust
-    patience.settle(grant, waited_s=0.0, saved_s=0.0, given_up=False)
-    assert patience.allowance_s == pytest.approx(0.8)
-    patience.settle(Grant(seconds=0.0), waited_s=1.0, saved_s=1e6, given_up=False)
-    assert patience.allowance_s == MOST_ALLOWANCE_S
-    patience.settle(Grant(seconds=0.0), waited_s=20.0, saved_s=0.0, given_up=False)
-    assert patience.take(30.0).seconds == 0.0, "a debt is paid back before anybody waits again"
-
-
-def test_a_fetch_expected_to_be_quick_may_take_more_of_the_allowance_but_not_more_than_there_is() -> None:
-    patience = distrusted(credit_s=0.8, share=0.0)
-    grant = patience.take(30.0)
-    assert patience.take_more(grant, 0.05) == grant and patience.take_more(grant, 2.0) == grant
-    assert patience.take_more(grant, 0.5) == Grant(seconds=0.5) and patience.allowance_s == pytest.approx(0.3)
-
-
 def test_a_speed_follows_what_is_measured() -> None:
     speed = Speed()
     assert speed.per_s is None
@@ -185,7 +117,7 @@ def test_beside_a_fetch_of_most_of_the_host_each_may_take_half_of_what_is_left()
 @pytest.mark.parametrize(
     ("tuning", "says"),
     [
-        ({"wait_share": -0.1}, "wait_share must be 0 or more"),
+        ({"fallback_share": -0.1}, "fallback_share must be 0 or more"),
         ({"op_timeout_s": 0.0}, "op_timeout_s must be positive"),
         ({"backup_queue": 0}, "backup_queue must be positive"),
         ({"fetch_chunk_bytes": 0}, "fetch_chunk_bytes must be positive"),

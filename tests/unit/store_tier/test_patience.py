@@ -1,4 +1,4 @@
-"""How long requests wait for a store that nothing is known of: a tenth of computing, and while what arrives saves as much."""
+"""How long requests wait for a store: no longer than computing takes, a tenth of it at first, and seldom after waits in vain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from stepwell import Cause, Lease, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.meters import ManualClock
-from stepwell.policy.store_use import MARGIN, StoreTuning
+from stepwell.policy.store_use import FAILURES_TO_OPEN, UNMEASURED_SHARE, StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
@@ -118,31 +118,47 @@ def test_a_prompt_is_computed_while_it_is_not_known_how_fast_that_is(filled: Mem
     assert came == 300 * PAGE and waited_s == pytest.approx(2.0, abs=0.1), "both were measured by then"
 
 
-def test_nobody_waits_longer_than_a_tenth_of_computing_for_what_does_not_come(filled: MemoryStore) -> None:
+def test_no_request_waits_longer_than_a_tenth_of_computing_for_a_store_that_was_not_measured(filled: MemoryStore) -> None:
     waited_s, came = Process(hanging, filled, StoreConfig(recompute_tokens_per_s=12_000.0)).serve(PROMPT)
     assert came == 0 and waited_s == pytest.approx(0.01, abs=0.001)
 
 
-def test_a_store_that_hangs_is_waited_for_once(filled: MemoryStore) -> None:
-    here = Process(hanging, filled, tuning=StoreTuning(op_timeout_s=1e6))  # the breaker is not to help
-    limit_s = MARGIN * COMPUTE_S
-    waited_s = [here.serve(text(name, 300 * PAGE + 1))[0] for name in range(1, 10)]
-    assert waited_s[0] == pytest.approx(limit_s, abs=0.01)
-    assert sum(waited_s[1:]) <= 0.01 * 9 * COMPUTE_S, waited_s
-    assert here.rig.state.counters["prefetch_given_up"] == 9
+def test_a_store_that_was_measured_is_waited_for_as_long_as_computing_takes(filled: MemoryStore) -> None:
+    here = Process(taking(2.0), filled)
+    here.serve(PROMPT)
+    ticket = here.ask(text(2, 300 * PAGE + 1))
+    assert ticket.deadline_s - ticket.started_s == pytest.approx(COMPUTE_S, abs=0.1)
+    assert here.wait(ticket) == pytest.approx(2.0, abs=0.1)
+    ticket.close()
+    assert here.ask(text(3, PAGE + 1)).ready, "computing four tokens is sooner"
+
+
+def test_a_store_that_hangs_is_waited_for_three_times_and_then_ever_more_seldom(filled: MemoryStore) -> None:
+    config = StoreConfig(recompute_tokens_per_s=2.4 * TOKENS_PER_S)  # waits are of more than a second
+    here = Process(hanging, filled, config, tuning=StoreTuning(op_timeout_s=1e6))  # the other breaker is not to help
+    waited_s, limit_s = [], UNMEASURED_SHARE * COMPUTE_S / 2.4
+    for name in range(1, 61):
+        ticket = here.ask(text(name, 300 * PAGE + 1))
+        waited_s.append(here.wait(ticket))
+        ticket.close()
+        here.clock.advance(limit_s)
+    assert waited_s[:FAILURES_TO_OPEN] == pytest.approx([limit_s] * FAILURES_TO_OPEN, abs=0.01)
+    assert sum(each > 0.01 for each in waited_s[FAILURES_TO_OPEN:]) <= 6, "cool-offs of 1, 2, 4, 8, 16, 32 and 60 seconds"
+    assert sum(each > 0.01 for each in waited_s[FAILURES_TO_OPEN:]) >= 2, "it is tried again"
 
 
 def test_those_who_wait_for_a_store_that_hangs_go_on_together(filled: MemoryStore) -> None:
     here = Process(hanging, filled)
-    first = here.ask(text(1, 300 * PAGE + 1))
+    first = [here.ask(text(name, 300 * PAGE + 1)) for name in range(1, 1 + FAILURES_TO_OPEN)]
     here.clock.advance(1.0)
-    second = here.ask(text(2, 300 * PAGE + 1))
-    here.wait(first)
-    assert not second.ready
-    first.close()
-    assert second.ready, "the store has had its chance"
-    second.close()
-    assert here.ask(text(3, 300 * PAGE + 1)).ready
+    last = here.ask(text(8, 300 * PAGE + 1))
+    here.wait(*first)
+    assert not last.ready
+    for ticket in first:
+        ticket.close()
+    assert last.ready, "the store has had its chance"
+    last.close()
+    assert here.ask(text(9, 300 * PAGE + 1)).ready
 
 
 def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore) -> None:
@@ -153,15 +169,21 @@ def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore)
     ticket.close()
     why = here.rig.cache.explain(PROMPT)
     assert why.cause is Cause.LATE and why.tier is Tier.STORE
-    assert f"given up after {waited_s:.2f} s: a fetch is expected to take no longer" in why.detail
+    assert f"given up after {waited_s:.2f} s: computing is expected to take no longer" in why.detail
     assert here.rig.state.counters["prefetch_given_up"] == 1
     here.serve(PROMPT)
     why = here.rig.cache.explain(PROMPT)
     assert why.cause is Cause.COMPLETE and "given up" in str(why), "also when it was computed in the meantime"
-    second = here.ask(text(2, 300 * PAGE + 1))
-    here.wait(second)
-    second.close()
-    assert "allowance" in here.rig.cache.explain(text(2, 300 * PAGE + 1)).detail
+
+
+def test_a_wait_that_ended_because_others_waited_in_vain_is_explained(filled: MemoryStore) -> None:
+    here = Process(hanging, filled, tuning=StoreTuning(op_timeout_s=1e6))
+    tickets = [here.ask(text(name, 300 * PAGE + 1)) for name in range(1, 3 + FAILURES_TO_OPEN)]
+    here.wait(*tickets[:FAILURES_TO_OPEN])
+    for ticket in tickets:
+        ticket.close()
+    assert "in vain" in here.rig.cache.explain(text(2 + FAILURES_TO_OPEN, 300 * PAGE + 1)).detail
+    assert here.rig.state.counters["store_fetching_stopped"] == 1
 
 
 def test_pages_that_were_on_their_way_are_explained_too(filled: MemoryStore) -> None:

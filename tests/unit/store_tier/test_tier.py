@@ -10,7 +10,7 @@ import pytest
 from stepwell import CacheConfig, Cause, ConfigError, Kind, LeaseError, ModelSpec, Tier, WritePolicy, build_cache
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.tasks import FetchCheckpoint, FetchPages, FindItems, ItemStatus, PutCheckpoint, PutPages
-from stepwell.policy.store_use import MARGIN, StoreTuning
+from stepwell.policy.store_use import UNMEASURED_SHARE, StoreTuning
 from stepwell.store.api import NO_PARENT, Space, Write, WriteOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store_tier.link import LinkState
@@ -198,7 +198,7 @@ def test_a_hybrid_that_is_stopped_early_falls_back_to_a_checkpoint_before() -> N
 def test_a_ticket_waits_as_long_as_its_policy_says() -> None:
     after = rig(FULL, filled(FULL), store_config=StoreConfig(recompute_tokens_per_s=len(PROMPT) / 20))
     ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
-    limit_s = MARGIN * 20 * (len(PROMPT) - 1) / len(PROMPT)
+    limit_s = UNMEASURED_SHARE * 20 * (len(PROMPT) - 1) / len(PROMPT)
     after.clock.advance(limit_s - 0.001)
     assert not ticket.ready
     after.clock.advance(0.002)
@@ -215,21 +215,6 @@ def test_no_ticket_waits_longer_than_the_operator_says() -> None:
         assert ticket.deadline_s - ticket.started_s == most_s
         ticket.close()
         after.settle()
-
-
-def test_waiting_in_vain_has_an_end_however_often_it_is_tried() -> None:
-    tuning = StoreTuning(wait_credit_s=0.5, op_timeout_s=1000)
-    after = rig(FULL, filled(FULL), store_config=StoreConfig(recompute_tokens_per_s=1.0), store_tuning=tuning)
-    waited_s = []
-    for _ in range(100):
-        ticket = after.cache.prefetch(after.cache.lookup(PROMPT))
-        waited_s.append(max(ticket.ended_s - after.clock.now(), 0.0))
-        after.clock.advance(10.0)
-        ticket.close()
-    assert waited_s[0] == pytest.approx(MARGIN * (len(PROMPT) - 1)), "a store is trusted at first"
-    assert sum(waited_s[1:]) <= 0.5
-    assert after.state.counters["prefetch_given_up"] == 100
-    after.settle()
 
 
 def test_what_is_stored_already_is_not_sent_again() -> None:

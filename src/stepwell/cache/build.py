@@ -137,12 +137,13 @@ def build_cache(
         copy_engines, host_pages = [_plain_copies(spec, memories)], [memories[Tier.HOST]] if Tier.HOST in memories else []
     executor = executor or ThreadCopyExecutor(copy_engines or [], clock)
     arenas = {tier: Arena(tier, layout, on_free=on_free) for tier, layout in layouts.items()}
+    row_pages = None
     if spec.spill is not None:
         _check_spill(config)
-        arenas[Tier.DEVICE].row_pages = RowPages(arenas[Tier.DEVICE])
+        row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
     value = tuning.eviction or Expected(reuse)
-    tree = Tree(spec, arenas, value, config.memory_quotas, repeats_first=config.write.is_exclusive)
+    tree = Tree(spec, arenas, value, config.memory_quotas, row_pages=row_pages, repeats_first=config.write.is_exclusive)
     counters, wakeup = counters or Counters(), Wakeup()
     state = CacheState(
         spec=spec,

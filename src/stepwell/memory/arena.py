@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +22,6 @@ from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.base.units import at_least, format_bytes
 from stepwell.memory.layout import ArenaLayout
 from stepwell.memory.slabs import SlabPool
-
-if TYPE_CHECKING:
-    from stepwell.memory.row_pages import RowPages
 
 
 class PageState(IntEnum):
@@ -40,6 +37,14 @@ FREE, FILLING, READY, DEAD = (int(state) for state in PageState)
 Need = Mapping[Kind, int]
 _Index = npt.NDArray[np.intp]
 _Counts = npt.NDArray[np.int32]
+
+
+class PageUse(Protocol):
+    """What a device arena reports of its PREFIX pages, where their rows are pages of their own (`row_pages.py`)."""
+
+    def num_held(self) -> int: ...
+    def on_use(self, ids: PageIds, *, begins: bool) -> None: ...
+    def on_free(self, ids: PageIds) -> None: ...
 
 
 class Arena:
@@ -60,7 +65,7 @@ class Arena:
         self.kept = {kind: np.zeros(layout.rows(kind), np.int32) for kind in layout.strides}  # of those, the tree's
         self.state = {kind: np.zeros(layout.rows(kind), np.uint8) for kind in layout.strides}
         self._busy = dict.fromkeys(layout.strides, 0)  # pages that somebody beside the tree refers to
-        self.row_pages: RowPages | None = None  # of a device whose rows may spill: set by who makes both
+        self.page_use: PageUse | None = None  # of a device whose rows may spill: set by `RowPages`
 
     # ---- questions --------------------------------------------------------------------------------
 
@@ -78,8 +83,8 @@ class Arena:
         With `may_spill`, rows that belong to pages in use count as what could go too: most can.
         """
         strides, busy_bytes = self.layout.strides, self.busy_bytes
-        if self.row_pages is not None and not may_spill:
-            busy_bytes += (self.row_pages.num_held() - self._busy[Kind.ROWS]) * strides[Kind.ROWS]
+        if self.page_use is not None and not may_spill:
+            busy_bytes += (self.page_use.num_held() - self._busy[Kind.ROWS]) * strides[Kind.ROWS]
         return sum(strides[kind] * count for kind, count in need.items()) <= self.layout.size_bytes - busy_bytes
 
     def shortage(self, need: Need) -> dict[Kind, int]:
@@ -178,8 +183,8 @@ class Arena:
         """Pages became busy, or are no longer."""
         count = int(np.count_nonzero(changed))
         self._busy[kind] += count if begins else -count
-        if count and self.row_pages is not None and kind is Kind.PREFIX:
-            self.row_pages.on_use(ids[changed], begins=begins)
+        if count and self.page_use is not None and kind is Kind.PREFIX:
+            self.page_use.on_use(ids[changed], begins=begins)
 
     def _lessened(self, kind: Kind, ids: PageIds, at: _Index) -> _Counts:
         """Takes one reference from each page; returns how many are left of each."""
@@ -205,8 +210,8 @@ class Arena:
         self._slabs.give(kind, freed)
         if self._on_free:
             self._on_free(self.tier, kind, freed)
-        if self.row_pages is not None and kind is Kind.PREFIX:
-            self.row_pages.on_free(freed)
+        if self.page_use is not None and kind is Kind.PREFIX:
+            self.page_use.on_free(freed)
         return freed
 
     def mark_ready(self, kind: Kind, ids: PageIds) -> PageIds:

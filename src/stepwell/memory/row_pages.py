@@ -42,6 +42,7 @@ class RowPages:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        arena.page_use = self
         pages = arena.layout.rows(Kind.PREFIX)
         self.rows: PageIds = np.full(pages, ABSENT, np.int32)
         self.host: PageIds = np.full(pages, ABSENT, np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 from stepwell.base.ids import CACHED_TIERS, Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Arena
-from stepwell.memory.row_pages import ABSENT
+from stepwell.memory.row_pages import ABSENT, RowPages
 
 
 class Account:
@@ -38,14 +38,14 @@ class Account:
 class Accounts:
     """The accounts of one tree. One thread."""
 
-    def __init__(self, arenas: Mapping[Tier, Arena], quotas: Mapping[str, float]) -> None:
+    def __init__(self, arenas: Mapping[Tier, Arena], quotas: Mapping[str, float], row_pages: RowPages | None) -> None:
         """`quotas` are shares of each tier, by tenant."""
         self._tiers = tuple(arenas)
         # Lists by tier: dictionaries take several times as long with tiers for keys, and every page comes by here.
         strides = [arenas[tier].layout.strides if tier in arenas else {} for tier in CACHED_TIERS]
         self._page_bytes = [each.get(Kind.PREFIX, 0) for each in strides]
         self._row_bytes = strides[Tier.DEVICE].get(Kind.ROWS, 0)
-        self._row_pages = arenas[Tier.DEVICE].row_pages if Tier.DEVICE in arenas else None
+        self._row_pages = row_pages
         sizes = [arenas[tier].layout.size_bytes if tier in arenas else 0 for tier in CACHED_TIERS]
         self.limited = {tenant: Account(tenant, tuple(int(share * size) for size in sizes)) for tenant, share in quotas.items()}
         self._known: WeakValueDictionary[str | None, Account] = (

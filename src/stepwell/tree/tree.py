@@ -23,6 +23,7 @@ from stepwell.base.spec import ModelSpec
 from stepwell.base.tasks import PageIds, Span
 from stepwell.base.untracked import untrack
 from stepwell.memory.arena import READY, Arena
+from stepwell.memory.row_pages import RowPages
 from stepwell.policy.value import ValuePolicy, Visit
 from stepwell.tree import missing_state
 from stepwell.tree.accounts import Account, Accounts
@@ -41,7 +42,7 @@ class Tree:
 
     def __init__(
         self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, quotas: Mapping[str, float] | None = None,
-        *, repeats_first: bool = False,
+        *, row_pages: RowPages | None = None, repeats_first: bool = False,
     ) -> None:  # fmt: skip
         """`quotas` are shares of each tier, by tenant. `repeats_first`: see `Ranking`."""
         self.spec = spec
@@ -49,7 +50,7 @@ class Tree:
         self.tiers = tuple(tier for tier in CACHED_TIERS if tier in arenas)
         self.page_bytes = spec.page_tokens * TOKEN_BYTES
         self.roots: dict[PageKey, Node] = {}
-        self.accounts = Accounts(self.arenas, quotas or {})
+        self.accounts = Accounts(self.arenas, quotas or {}, row_pages)
         self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values(), repeats_first=repeats_first)
         # Of what is gone: the latest visits to it and why it left, both by its first page; why checkpoints left, by boundary.
         self.past: Notes[Visit] = Notes(most_of_node=MAX_PAST, most=MOST_PAST)
@@ -60,8 +61,7 @@ class Tree:
         self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
         self.on_shortened: list[Callable[[Node], None]] = []  # and of each node that lost its last pages, or all
         self.feeds = Feeds(self.page_bytes)  # whoever is told what is stored and evicted
-        device = self.arenas.get(Tier.DEVICE)
-        self.row_pages = device.row_pages if device is not None else None  # where the rows of device pages are, if they may spill
+        self.row_pages = row_pages  # where the rows of device pages are, if they may spill
         # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()

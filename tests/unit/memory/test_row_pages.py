@@ -22,14 +22,13 @@ def ids(*pages: int) -> PageIds:
 
 def made() -> tuple[Arena, RowPages]:
     arena = Arena(Tier.DEVICE, LAYOUT)
-    arena.row_pages = RowPages(arena)
-    return arena, arena.row_pages
+    return arena, RowPages(arena)
 
 
 def bound(arena: Arena, count: int, *, first: int = 0) -> tuple[PageIds, PageIds]:
     taken = arena.alloc({Kind.PREFIX: count, Kind.ROWS: count})
-    assert arena.row_pages is not None
-    arena.row_pages.bind(taken[Kind.PREFIX], taken[Kind.ROWS], np.arange(first, first + count))
+    assert isinstance(arena.page_use, RowPages)
+    arena.page_use.bind(taken[Kind.PREFIX], taken[Kind.ROWS], np.arange(first, first + count))
     return taken[Kind.PREFIX], taken[Kind.ROWS]
 
 

@@ -8,10 +8,10 @@ from random import Random
 
 import pytest
 
-from stepwell.base.meters import Counters, ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
-from stepwell.store.wrappers import Faults, Faulty, Metered, Slow
+from stepwell.store.wrappers import Faults, Faulty, Slow
 from stepwell.testing import StoreContract
 
 
@@ -27,5 +27,5 @@ class TestWrappersThatDoNothing(StoreContract):
     def store(self) -> Iterator[Store]:
         clock = ManualClock()
         quiet = Faulty(MemoryStore(2**20), Faults(), random=Random(1), sleep=clock.advance)
-        with closing(Metered(Slow(quiet, sleep=clock.advance, latency_s=0.1), Counters(), clock)) as store:
+        with closing(Slow(quiet, sleep=clock.advance, latency_s=0.1)) as store:
             yield store

@@ -1,4 +1,4 @@
-"""Stores around a store: slow, faulty, or watched. For tests, and for finding out what a deployment would do."""
+"""Stores around a store: slow or faulty. For tests, and for finding out what a deployment would do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import cast
 
 from stepwell.base.errors import StoreError
 from stepwell.base.ids import Level
-from stepwell.base.meters import Clock, Counters
 from stepwell.store.api import (
     ListingStore,
     Read,
@@ -202,45 +201,3 @@ class Faulty(Wrapper):
     def _draw(self, below: int) -> int:
         with self._lock:
             return self._random.randrange(below)
-
-
-class Metered(Wrapper):
-    """Counts calls, values, bytes and microseconds of every verb: `store_read_calls`, `store_read_values`, and so on."""
-
-    def __init__(self, store: Store, counters: Counters, clock: Clock) -> None:
-        super().__init__(store)
-        self._counters = counters
-        self._clock = clock
-        self._lock = Lock()
-
-    def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        started_s = self._clock.now()
-        found = super().contains(space, keys)
-        self._count("contains", started_s, values=sum(found), size=0)
-        return found
-
-    def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
-        started_s = self._clock.now()
-        results = super().read_into(space, reads, cancelled=cancelled)
-        done = [read for read, result in zip(reads, results, strict=True) if result.outcome is ReadOutcome.FOUND]
-        self._count("read", started_s, values=len(done), size=sum(len(read.into) for read in done))
-        return results
-
-    def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        started_s = self._clock.now()
-        results = super().write_from(space, writes)
-        done = [write for write, result in zip(writes, results, strict=True) if result is WriteOutcome.STORED]
-        self._count("write", started_s, values=len(done), size=sum(len(write.data) for write in done))
-        return results
-
-    def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        started_s = self._clock.now()
-        deleted = super().delete(space, keys)
-        self._count("delete", started_s, values=deleted, size=0)
-        return deleted
-
-    def _count(self, verb: str, started_s: float, *, values: int, size: int) -> None:
-        took_us = int((self._clock.now() - started_s) * 1e6)
-        with self._lock:
-            for name, amount in (("calls", 1), ("values", values), ("bytes", size), ("us", took_us)):
-                self._counters.add(f"store_{verb}_{name}", amount)

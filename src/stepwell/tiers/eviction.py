@@ -16,7 +16,6 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import PageIds
 from stepwell.memory.arena import Need
 from stepwell.memory.layout import ArenaLayout
-from stepwell.tiers.cutting import cut_end
 from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
@@ -26,7 +25,9 @@ from stepwell.tree.pruning import discard_ids, discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 PREFIX, WINDOW, POINT, ROWS = Kind  # to name a member of an enum takes a while, before Python 3.12
-SAVED_AHEAD = 1 / 16  # of the tier, under write-back: see `_is_coming`
+SAVED_AHEAD = 1 / 16  # of the tier, under `exclusive`: see `_is_coming`
+SAVED_AT_ONCE = 1 / 32  # of the device at least: small copies cost more than a little repetition
+LEAST_PAGES = 8  # of a run that are saved at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,7 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             break
         if save is not None and not victim.unsaved:
             if tier is Tier.DEVICE and isinstance(victim, Run):
-                victim = cut_end(state, victim, _wanted(state, victim, short, excess_bytes))
+                victim = _cut_end(state, victim, _wanted(state, victim, short, excess_bytes))
             leaving = save(victim)
             if leaving is Leaving.BLOCKED:
                 state.tree.ranking.queue(victim)
@@ -116,6 +117,23 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if not helps and victim.standing == USEFUL:
             in_vain += freed
     return Room(fits=not short, waiting=waiting)
+
+
+def _cut_end(state: CacheState, run: Run, wanted: int) -> Run:
+    """The end of a device run that is to be saved now: what is wanted, and some more. Until the rest has to leave too, a copy of
+    it would only repeat it. Not cut where a request uses its beginning, and knows it as it is.
+    """
+    node, host, arena = run.node, run.node.runs[Tier.HOST], state.arena(Tier.DEVICE)
+    layout, is_used = arena.layout, bool(arena.refs[Kind.PREFIX][run.ids[0]] > 1)
+    most = max(wanted, int(SAVED_AT_ONCE * layout.size_bytes) // layout.prefix_stride, LEAST_PAGES)
+    missing = node.num_pages - (host.num_pages if host is not None else 0)
+    if is_used or run.num_pages < node.num_pages or missing <= most + most // 4:
+        return run
+    state.tree.split(node, node.num_pages - most)
+    end = node.runs[Tier.DEVICE]
+    assert end is not None, f"{node} has no pages left where {run} had some"
+    state.tree.ranking.take_out(end)
+    return end
 
 
 def next_to_leave(state: CacheState, tier: Tier, size_bytes: int) -> list[Victim]:

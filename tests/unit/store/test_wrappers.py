@@ -7,11 +7,11 @@ from random import Random
 import pytest
 
 from stepwell import StoreError
-from stepwell.base.meters import Counters, ManualClock
+from stepwell.base.meters import ManualClock
 from stepwell.store.api import Read, ReadOutcome
 from stepwell.store.memory import MemoryStore
 from stepwell.store.seal import Verdict, verify
-from stepwell.store.wrappers import Faults, Faulty, Metered, Slow
+from stepwell.store.wrappers import Faults, Faulty, Slow
 from stepwell.testing.store_contract import fetch, key, offer, space
 
 HERE = space("here")
@@ -55,15 +55,3 @@ def test_faulty_fails_hangs_and_loses() -> None:
     assert clock.now() == 7.0
     Faulty(inner, Faults(lose=1.0), random=Random(1), sleep=clock.advance).write_from(HERE, [offer(HERE, "a")])
     assert inner.contains(HERE, [key("a")]) == [False]
-
-
-def test_metered_counts_what_moved() -> None:
-    counters, clock = Counters(), ManualClock()
-    store = Metered(Slow(MemoryStore(), sleep=clock.advance, latency_s=0.25), counters, clock)
-    store.write_from(HERE, [offer(HERE, "a"), offer(HERE, "b")])
-    fetch(store, HERE, "a")
-    store.contains(HERE, [key("a"), key("none")])
-    store.delete(HERE, [key("a")])
-    counts = counters.snapshot()
-    assert counts["store_write_values"] == 2 and counts["store_write_bytes"] == 2000 and counts["store_write_us"] == 250_000
-    assert counts["store_read_values"] == 1 and counts["store_contains_values"] == 1 and counts["store_delete_values"] == 1

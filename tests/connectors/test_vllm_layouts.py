@@ -81,7 +81,7 @@ def test_each_order_of_dimensions_is_another_geometry_and_padding_is_none() -> N
 
 
 def test_engines_of_two_layouts_over_one_store_find_nothing_of_each_other(make: Make, tmp_path: Path) -> None:
-    prompt, store = text(1, 45), {"store": f"log:{tmp_path / 'log'}", "store_budget": "64MiB"}
+    prompt, store = text(1, 45), {"store": f"log:{tmp_path / 'log'}", "store_budget": "64MiB", "prefetch": "wait_complete"}
 
     def halves(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(len(tensor), 2, -1)

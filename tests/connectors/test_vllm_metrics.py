@@ -27,7 +27,7 @@ def prometheus(engine: ToyEngine, registry: CollectorRegistry) -> Any:
 
 
 def test_hits_are_counted_by_tier_and_everything_else_by_name(make: Make, tmp_path: Path) -> None:
-    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB"}
+    store = {"store": f"log:{tmp_path}", "store_budget": "64MiB", "prefetch": "wait_complete"}
     first, prompt = make(**store), text(1, 45)
     computed_by(first, prompt)
     assert taken(first)["tokens"] == {}

@@ -10,8 +10,10 @@ import torch
 
 from engine.side_by_side import TOLERANCE, Pair, check_pair
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.presets import preset
 from stepwell.engine.loading.weights import HeldTensors, Weights
-from stepwell.engine.models.layers import RMSNorm
+from stepwell.engine.models.layers import Parts
 from stepwell.engine.models.registry import build_model
 
 transformers = pytest.importorskip("transformers")
@@ -180,4 +182,5 @@ def test_norms_around_one_give_the_bits_of_the_reference_in_bf16() -> None:
         reference.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
     weights = Weights(HeldTensors({"norm.weight": reference.weight.detach()}), dtype=torch.bfloat16, device="cpu")
     x = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(RMSNorm.load(weights, "norm", 96, 1e-6, around_one=True)(x), reference(x))
+    parts = Parts(config=Fields(values={}), spec=preset("gemma-3-27b"), weights=weights, eps=1e-6, around_one=True)
+    assert torch.equal(parts.norm("norm", 96)(x), reference(x))

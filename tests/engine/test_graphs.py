@@ -81,7 +81,7 @@ STEADY = {"deepseek_v32": (None,), "deepseek_v4": (24, None)}  # with experts th
 
 def recorded(engine: Engine, family: str = "llama") -> Graphs:
     model = engine._runner.model
-    made = Graphs(replace(model, steady=STEADY.get(family, model.steady)))
+    made = Graphs(replace(model, graph_windows=STEADY.get(family, model.graph_windows)))
     engine._runner._forward = made.forward
     return made
 

@@ -142,7 +142,7 @@ def test_without_lists_the_schedule_is_that_of_transformers() -> None:
         ({"mla_use_nope": False}, "mla_use_nope"),
         ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ({"linear_attn_config": {"gate_lower_bound": -5.0}}, r"linear_attn_config\.gate_lower_bound"),
-        ({"num_expert_group": 3}, "num_expert_group 3 must cut 8 experts"),
+        ({"num_expert_group": 3}, "num_expert_group must divide the 8 experts"),
         ({"num_expert_group": 8, "topk_group": 2}, "topk_group 2 leaves 2 experts to a token that visits 3"),
         ({"use_grouped_topk": False}, "use_grouped_topk is false"),
         (

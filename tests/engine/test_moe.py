@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
 from engine.side_by_side import draw
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec.families.fields import Fields
+from stepwell.base.spec.presets import preset
 from stepwell.engine.loading.weights import HeldTensors, Weights
-from stepwell.engine.models.layers import Linear
-from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
+from stepwell.engine.models.layers import Parts
+from stepwell.engine.models.moe import Experts, MixtureOfExperts, softmax_then_top
 
 COUNT, CHANNELS, INNER = 6, 16, 8
 
@@ -50,24 +51,27 @@ def as_on_disk(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return apart
 
 
+def parts_of(tensors: dict[str, torch.Tensor]) -> Parts:
+    """A layer's tensors as those of `mlp`, with a config that says no more than it must."""
+    held = HeldTensors({f"mlp.{name}": tensor for name, tensor in tensors.items()})
+    config = Fields(values={"hidden_size": CHANNELS, "hidden_act": "silu"})
+    return Parts(config=config, spec=preset("qwen3-8b"), weights=Weights(held, dtype=torch.float32, device="cpu"))
+
+
 @pytest.mark.parametrize("sum_to_one", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 def test_block_beside_qwen3_moe(sum_to_one: bool, apart: bool) -> None:
     reference = reference_block(sum_to_one=sum_to_one)
     tensors = dict(reference.state_dict())
-    weights = Weights(HeldTensors(as_on_disk(tensors) if apart else tensors), dtype=torch.float32, device="cpu")
-    block = MixtureOfExperts(
-        router=Linear.load(weights, {"gate": COUNT}, CHANNELS),
-        route=softmax_then_top(3, sum_to_one=sum_to_one),
-        experts=Experts.load(weights, "experts", count=COUNT, hidden=CHANNELS, inner=None, combine=gated(silu)),
-    )
-    weights.finish()
+    parts = parts_of(as_on_disk(tensors) if apart else tensors)
+    block = MixtureOfExperts.load(parts, "mlp", COUNT, softmax_then_top(3, sum_to_one=sum_to_one))
+    parts.weights.finish()
     x = random(30, CHANNELS, seed=7)
     with torch.no_grad():
         assert torch.allclose(block(x), reference(x[None])[0], atol=1e-6)
 
 
 def test_a_wrong_number_of_experts_is_named() -> None:
-    weights = Weights(HeldTensors(dict(reference_block(sum_to_one=True).state_dict())), dtype=torch.float32, device="cpu")
+    parts = parts_of(dict(reference_block(sum_to_one=True).state_dict()))
     with pytest.raises(ConfigError, match=r"experts\.gate_up_proj. has shape \[6, .* says \[5, "):
-        Experts.load(weights, "experts", count=5, hidden=CHANNELS, inner=None, combine=gated(silu))
+        Experts.load(parts, "mlp.experts", 5)

@@ -262,7 +262,7 @@ def test_what_cannot_be_shared_is_refused_with_the_numbers(family: str, size: in
 @pytest.mark.parametrize("selector", ["quest", "clusterkv"])
 def test_selectors_that_look_at_all_heads_are_refused(selector: str) -> None:
     made = checkpoint("llama")
-    with pytest.raises(ConfigError, match=f"{selector} picks tokens by the keys of all heads"):
+    with pytest.raises(ConfigError, match=f"{selector} selects tokens by the keys of all heads"):
         build_model(made.config, made.source, page_tokens=64, sparse=Sparse(selector=selector), ranks=Ranks(rank=0, size=2))
 
 

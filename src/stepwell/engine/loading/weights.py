@@ -9,7 +9,7 @@ something else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Protocol
 
@@ -53,6 +53,21 @@ class HeldTensors:
         return self._tensors[name][region] if region else self._tensors[name]
 
 
+class _Renamed:
+    def __init__(self, source: TensorSource, name_of: Callable[[str], str]) -> None:
+        self._source = source
+        self._theirs = {name_of(name): name for name in source.names()}
+
+    def names(self) -> Iterable[str]:
+        return self._theirs.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(self._theirs[name])
+
+    def read(self, name: str, region: Region = ()) -> torch.Tensor:
+        return self._source.read(self._theirs[name], region)
+
+
 class Weights:
     """Hands out tensors. Those kept in eight bits are multiplied by their scales, which count as used. Not for two threads."""
 
@@ -72,8 +87,17 @@ class Weights:
         self.device = device
         self.ranks = ranks
 
+    def names(self) -> Iterable[str]:
+        """Of the tensors that were not taken."""
+        return self._left.keys()
+
     def has(self, name: str) -> bool:
         return name in self._left
+
+    def rename(self, name_of: Callable[[str], str]) -> None:
+        """Offers all tensors under other names. To be called before any is taken."""
+        self._source = _Renamed(self._source, name_of)
+        self._left = dict.fromkeys(self._source.names())
 
     def take(self, name: str, *shape: Size, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A tensor, which must have this shape. Raises ConfigError when it is not there, was taken before, or is another.

@@ -1,4 +1,4 @@
-"""What every model is to the engine, and the frame they share: embed, layers, norm, logits."""
+"""What every model is to the engine, and the frame that all share: embed, layers, norm, logits."""
 
 from __future__ import annotations
 
@@ -10,34 +10,15 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from stepwell.base.spec import ModelSpec
-from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.approximate.selector import Selector
-from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.layers import RMSNorm
+from stepwell.engine.models.layers import FeedForward, GatedMLP, Parts, RMSNorm, said
 from stepwell.engine.ops.kernels import TORCH, Kernels
+from stepwell.engine.ops.pointwise import Angles
+from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.ranks import ALONE, Ranks, Share
 
 OnLayer = Callable[[int, torch.Tensor], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """What a model is built from: its config, its memory, and its tensors. Of several ranks, the last two are this one's."""
-
-    config: Fields
-    spec: ModelSpec
-    weights: Weights
-    kernels: Kernels = TORCH
-    selector: Selector | None = None  # of layers that look at all of the past
-
-    @property
-    def device(self) -> str | torch.device:
-        return self.weights.device
-
-    @property
-    def ranks(self) -> Ranks:
-        return self.weights.ranks
 
 
 class Layer(Protocol):
@@ -47,27 +28,50 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Block:
-    """Attention of some kind and a feed-forward block, each beside the stream with a norm before it, as most models have them.
+class Hybrid:
+    """What all layers of a model with attention and recurrent states need in one pass."""
 
-    Both give this rank's share of what they add to the stream.
+    angles: Angles
+    points: Points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """Attention of some kind and a feed-forward block, each added to the stream, with a norm before it, as most models have them.
+
+    Each computes this rank's part of what it adds.
     """
 
     attention: Layer
-    mlp: Callable[[torch.Tensor], torch.Tensor]
+    mlp: FeedForward
     before_attention: RMSNorm
     before_mlp: RMSNorm
     kernels: Kernels
     ranks: Ranks
 
+    @classmethod
+    def load(cls, parts: Parts, name: str, attention: Layer, mlp: FeedForward) -> Block:
+        return cls(
+            attention=attention,
+            mlp=mlp,
+            before_attention=parts.norm(f"{name}.input_layernorm"),
+            before_mlp=parts.norm(f"{name}.post_attention_layernorm"),
+            kernels=parts.kernels,
+            ranks=parts.ranks,
+        )
+
+    @property
+    def has_experts(self) -> bool:
+        return not isinstance(self.mlp, GatedMLP)
+
     def __call__(self, x_NC: torch.Tensor, shared: Any, batch: Batch) -> torch.Tensor:
-        x_NC, more_NC = self.beside(x_NC, None, shared, batch)
+        x_NC, more_NC = self.deferred(x_NC, None, shared, batch)
         return x_NC + more_NC
 
-    def beside(
+    def deferred(
         self, x_NC: torch.Tensor, more_NC: torch.Tensor | None, shared: Any, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream, and what this block adds to it: a sum that the next norm makes on its way. `more_NC` is the last one's."""
+        """The stream, and what must still be added to it: the next norm does that. `more_NC` is what the block before left."""
         norm, add_norm = self.before_attention, self.kernels.add_norm
         x_NC, normed_NC = (x_NC, norm(x_NC)) if more_NC is None else add_norm(x_NC, more_NC, norm.weight, norm.eps)
         seen_NC = self.ranks.all_reduce(self.attention(normed_NC, shared, batch))
@@ -79,8 +83,8 @@ class Block:
 class Decoder:
     """A decoder-only model. `shared` computes what all layers of one pass need, such as the angles of its rotations.
 
-    `steady` is for models whose decode steps do the same work whatever the numbers are, so that one can be recorded and played
-    again: the windows that its layers look at, None for all tokens.
+    `graph_windows` are the windows that its layers attend to, None for all tokens, if a decode step can be captured in a CUDA
+    graph: it does the same work whatever the numbers are. Empty if it cannot.
     """
 
     spec: ModelSpec
@@ -92,15 +96,15 @@ class Decoder:
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    steady: tuple[int | None, ...] = ()
-    selected: int = 0  # rows that a query reads at most where rows are picked
+    graph_windows: tuple[int | None, ...] = ()
+    selected: int = 0  # rows that a query reads at most if an index or a selector chooses them
     kernels: Kernels = TORCH
     selector: Selector | None = None
     ranks: Ranks = ALONE
 
     @property
     def vocab_size(self) -> int:
-        return self.embed.shape[0]  # of the head this may be a part
+        return self.embed.shape[0]  # a rank may have a part of the head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,14 +116,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Writes what the batch's tokens leave behind into its pages, and returns logits (fp32) of the rows it wants."""
+        """Writes the state of the batch's tokens to its pages, and returns logits (fp32) of the rows it wants."""
         batch.prepare()
         logits = self.compute(batch, on_layer)
         self.finish(batch)
         return logits
 
     def finish(self, batch: Batch) -> None:
-        """After the pass: what could not be written before all of it was computed."""
+        """Writes what could not be written before all of the pass was computed."""
         if self.selector is not None:
             self.selector.finish(batch)
         batch.finish()
@@ -142,7 +146,7 @@ class Decoder:
             more_NC = None
             for layer in self.layers:
                 assert isinstance(layer, Block)
-                x_NC, more_NC = layer.beside(x_NC, more_NC, shared, batch)
+                x_NC, more_NC = layer.deferred(x_NC, more_NC, shared, batch)
             return x_NC if more_NC is None else x_NC + more_NC
         for number, layer in enumerate(self.layers):
             x_NC = layer(x_NC, shared, batch)
@@ -151,20 +155,39 @@ class Decoder:
         return x_NC
 
 
-def head_of(parts: Parts, embed: torch.Tensor, *, name: str = "lm_head", tied: bool | None = None) -> torch.Tensor:
-    """The output matrix: its own tensor, or the embedding again. `tied` is what configs mean that do not say it.
-
-    Every rank has the whole embedding, and of this a part, where the vocabulary can be cut equally.
+def decoder(
+    parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any], *, experts: bool,
+    windows: Sequence[int | None] = (None,), embed: str = "model.embed_tokens", norm: str = "model.norm", head: str = "lm_head",
+    tied: bool | None = None, **more: Any,
+) -> Decoder:  # fmt: skip
+    """The frame around `layers`: tensors `embed`, `norm` and `head`. `windows` are those that the layers use, `experts` says
+    whether any layer has some. `tied` says whether the head is the embedding if the config does not; by default it is if the
+    checkpoint has no `head`.
     """
-    if parts.config.flag("tie_word_embeddings", not parts.weights.has(f"{name}.weight") if tied is None else tied):
-        parts.weights.skip(f"{name}.")
-        return tied_head(parts, embed)
-    return parts.weights.take(f"{name}.weight", parts.ranks.share_or_all(len(embed)), embed.shape[1])
+    weights, config = parts.weights, parts.config
+    table = weights.take(f"{embed}.weight", said(config, "vocab_size"), parts.hidden)
+    is_tied = config.flag("tie_word_embeddings", not weights.has(f"{head}.weight") if tied is None else tied)
+    return Decoder(
+        spec=parts.spec,
+        embed=table,
+        layers=layers,
+        norm=parts.norm(norm),
+        head=_head(parts, table, head, is_tied),
+        shared=shared,
+        graph_windows=tuple(windows) if parts.kernels.experts_stay_on_device or not experts else (),
+        **more,
+    )
 
 
-def tied_head(parts: Parts, embed: torch.Tensor) -> torch.Tensor:
-    vocab = parts.ranks.share_or_all(len(embed))
-    return embed.narrow(0, vocab.start, vocab) if isinstance(vocab, Share) else embed
+def _head(parts: Parts, table: torch.Tensor, name: str, is_tied: bool) -> torch.Tensor:
+    """The output matrix: its own tensor, or the embedding. Every rank has the whole embedding, and a part of the head if the
+    vocabulary can be cut equally.
+    """
+    vocab = parts.ranks.share_or_all(len(table))
+    if not is_tied:
+        return parts.weights.take(f"{name}.weight", vocab, table.shape[1])
+    parts.weights.skip(f"{name}.")
+    return table.narrow(0, vocab.start, vocab) if isinstance(vocab, Share) else table
 
 
 def read_out(x_NC: torch.Tensor, head_VC: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.Tensor:

@@ -2,47 +2,42 @@
 
     x + attention(norm(x)),  then  x + mlp(norm(x))
 
-Never loads the layers behind the last, which predict further tokens; `latent_block` builds one of them, when it is asked to.
+Never loads the layers after the last, which predict further tokens; `mtp.py` builds one of them if asked to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import MAX_LAYERS, Fields
-from stepwell.engine.models.base import Block, Decoder, Layer, Parts, head_of
-from stepwell.engine.models.latent import LatentAttention, LatentSizes, latent_rotary, query_scale
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, number, said
-from stepwell.engine.models.moe import Experts, MixtureOfExperts, WithShared, gated, sigmoid_in_groups
-from stepwell.engine.passes.batch import Batch
-
-MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+from stepwell.engine.models.base import Block, Decoder, Layer, decoder
+from stepwell.engine.models.latent import LatentAttention, latent_rotary
+from stepwell.engine.models.layers import FeedForward, GatedMLP, Parts, number
+from stepwell.engine.models.moe import MixtureOfExperts, WithShared, feed_forward, sigmoid_in_groups
 
 
 def build(parts: Parts) -> Decoder:
-    rotary = latent_rotary(parts.config, device=parts.device)
+    angles = parts.angles(latent_rotary(parts.config, device=parts.device))
     names = zip(layer_names(parts), parts.spec.layers, strict=True)
     blocks = [latent_block(parts, name, layer=layer.places["kv"], state="kv") for name, layer in names]
-    dtype, kernels = parts.weights.dtype, parts.kernels
-    return decoder(parts, blocks, lambda batch: rotary.angles(batch.positions_N, dtype, kernels))
+    return decoder(parts, blocks, angles, experts=True)
 
 
 def latent_block(parts: Parts, name: str, *, layer: int, state: str) -> Block:
-    """The block whose tensors begin with `name`, and which keeps its rows in `layer` of `state`. Takes a pass's angles."""
-    return block(parts, name, latent_attention(parts, f"{name}.self_attn", layer=layer, state=state))
+    """The block whose tensors begin with `name`, with rows in `layer` of `state`. Takes a pass's angles."""
+    return block(parts, name, LatentAttention.load(parts, f"{name}.self_attn", layer=layer, state=state))
 
 
-# ---- shared with DeepSeek-V3.2 ----------------------------------------------------------------------
+# ---- shared with DeepSeek-V3.2 and Kimi-Linear ------------------------------------------------------
 
 
 def layer_names(parts: Parts) -> list[str]:
-    """What the tensors of each layer begin with. Says that those of draft layers, which have an `eh_proj`, are not needed.
+    """The prefix of the tensors of each layer. Skips those of draft layers, which have an `eh_proj`.
 
-    Any other layer behind the last is left over: a config that says too few would make another model.
+    Any other layer after the last is left over: a config that names too few would make another model.
     """
     count = parts.config.num_layers()
     behind = range(count, count + parts.config.size("num_nextn_predict_layers", 1, least=0, most=MAX_LAYERS))
@@ -51,89 +46,45 @@ def layer_names(parts: Parts) -> list[str]:
     return [f"model.layers.{index}" for index in range(count)]
 
 
-def latent_attention(parts: Parts, name: str, *, layer: int, state: str) -> LatentAttention:
-    sizes = LatentSizes.read(parts.config, parts.ranks)
-    return LatentAttention.load(
-        parts.weights,
-        name,
-        sizes,
-        state=state,
-        layer=layer,
-        kept=sizes.rows(parts.spec.state(state).dtype),
-        scale=query_scale(parts.config, sizes),
-        neighbours=parts.config.flag("rope_interleave", True),
-        kernels=parts.kernels,
-    )
-
-
 def block(parts: Parts, name: str, attention: Layer) -> Block:
-    eps, hidden = norm_eps(parts.config), parts.config.size("hidden_size")
-    return Block(
-        attention=attention,
-        mlp=_feed_forward(parts, f"{name}.mlp"),
-        kernels=parts.kernels,
-        ranks=parts.ranks,
-        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps),
-        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps),
-    )
+    return Block.load(parts, name, attention, feed_forward(parts, f"{name}.mlp", _experts))
 
 
-def decoder(parts: Parts, layers: Sequence[Layer], shared: Callable[[Batch], Any]) -> Decoder:
-    hidden = parts.config.size("hidden_size")
-    embed = parts.weights.take("model.embed_tokens.weight", said(parts.config, "vocab_size"), hidden)
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=layers,
-        norm=RMSNorm.load(parts.weights, "model.norm", hidden, norm_eps(parts.config)),
-        head=head_of(parts, embed),
-        shared=shared,
-        steady=(None,) if parts.kernels.experts_stay_on_device else (),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedFields:
+    """The config fields of experts in groups, which makers name differently."""
+
+    experts: str = "n_routed_experts"
+    groups: str = "n_group"
+    top: str = "num_experts_per_tok"
+    sum_to_one: str = "norm_topk_prob"
+    shared: str = "n_shared_experts"
 
 
-def _feed_forward(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Experts in the layers whose tensors say so (`first_k_dense_replace` and `mlp_layer_types` say the same)."""
-    config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
-    if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act, parts.kernels, hidden=hidden, inner=said(config, "intermediate_size"))
-    _refuse_unknown(config)
-    count = config.size("n_routed_experts")
-    groups = config.size("n_group", 1, most=count)
+def grouped_experts(parts: Parts, name: str, fields: GroupedFields) -> FeedForward:
+    """Experts in groups, and the block that all tokens visit, as wide as several experts."""
+    config, count = parts.config, parts.config.size(fields.experts)
+    groups = config.size(fields.groups, 1, most=count)
     if count % groups:
-        raise ConfigError(f"n_group must divide the {count} experts, got {groups}")
+        raise ConfigError(f"config field {fields.groups} must divide the {count} experts, got {groups}")
     route = sigmoid_in_groups(
-        config.size("num_experts_per_tok", most=count),
-        bias_E=weights.take(f"{name}.gate.e_score_correction_bias", count, dtype=torch.float32),
+        config.size(fields.top, most=count),
+        bias_E=parts.exact(f"{name}.gate.e_score_correction_bias", count),
         groups=groups,
         top_groups=config.size("topk_group", groups, most=groups),
-        sum_to_one=config.flag("norm_topk_prob", True),
+        sum_to_one=config.flag(fields.sum_to_one, True),
         scale=number(config, "routed_scaling_factor", 1.0),
     )
-    experts = MixtureOfExperts(
-        router=Linear(weights.take(f"{name}.gate.weight", count, hidden, dtype=torch.float32)),
-        route=route,
-        experts=Experts.load(
-            weights,
-            f"{name}.experts",
-            count=count,
-            hidden=hidden,
-            inner=said(config, "moe_intermediate_size"),
-            run=parts.kernels.experts,
-            combine=gated(act),
-        ),
-    )
-    if not (shared := config.size("n_shared_experts", 0, least=0)):
+    experts = MixtureOfExperts.load(parts, name, count, route, dtype=torch.float32)
+    if not (shared := config.size(fields.shared, 0, least=0)):
         return experts
-    return WithShared(experts=experts, shared=shared_block(parts, f"{name}.shared_experts", shared))
+    width = GatedMLP.load(parts, f"{name}.shared_experts", width="moe_intermediate_size", times=shared)
+    return WithShared(experts=experts, shared=width)
 
 
-def shared_block(parts: Parts, name: str, count: int) -> GatedMLP:
-    """The block that all tokens visit, as wide as `count` experts together."""
-    config, inner = parts.config, said(parts.config, "moe_intermediate_size")
-    wide = None if inner is None else inner * count
-    hidden = config.size("hidden_size")
-    return GatedMLP.load(parts.weights, name, activation(config), parts.kernels, hidden=hidden, inner=wide)
+def _experts(parts: Parts, name: str) -> FeedForward:
+    _refuse_unknown(parts.config)
+    return grouped_experts(parts, name, GroupedFields())
 
 
 def _refuse_unknown(config: Fields) -> None:

@@ -1,33 +1,31 @@
-"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index picks for each query.
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3 whose attention reads only the rows that an index selects for each query.
 
-Layers without an index of their own look where the last layer that has one did (GLM-5.2). Picked rows that are on the host alone
-are fetched between the choice and attention.
+Layers without an index of their own use the selection of the last layer that has one (GLM-5.2). Selected rows that are only on
+the host are fetched between selection and attention.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from stepwell.base.errors import ConfigError
-from stepwell.base.spec.schedule import LayerSpec
-from stepwell.engine.models.base import Decoder, Parts
-from stepwell.engine.models.deepseek_v3 import block, decoder, latent_attention, layer_names
+from stepwell.engine.models.base import Block, Decoder, decoder
+from stepwell.engine.models.deepseek_v3 import block, layer_names
 from stepwell.engine.models.indexer import Indexer
 from stepwell.engine.models.latent import LatentAttention, latent_rotary
+from stepwell.engine.models.layers import Parts
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.ops.selection import Selection, without_scores
 from stepwell.engine.ops.staging import attend_spilled
 from stepwell.engine.passes.batch import Batch
 
-MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Shared:
-    """What all layers of a pass need. `selection` is that of the last layer that selected."""
+    """What all layers of a pass need. `selection` is that of the last layer with an index."""
 
     angles: Angles
     selection: Selection | None = None
@@ -35,7 +33,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseAttention:
-    """Latent attention over picked rows. `indexer` None: over those picked last."""
+    """Latent attention over selected rows. `indexer` None: over the last selection."""
 
     latent: LatentAttention
     indexer: Indexer | None
@@ -47,7 +45,7 @@ class SparseAttention:
             shared.selection = self.indexer(x_NC, asked.source_NQ, shared.angles, batch)
             if batch.spilled is not None:
                 batch.spilled.resolve(latent.layer, shared.selection)
-                shared.selection = without_scores(shared.selection)  # large, and of no more use
+                shared.selection = without_scores(shared.selection)  # large, and no longer needed
         assert shared.selection is not None, f"layer {latent.layer} follows no layer with an index"
         if batch.spilled is not None:
             batch.spilled.fetch(latent.layer)
@@ -64,17 +62,19 @@ class SparseAttention:
 
 
 def build(parts: Parts) -> Decoder:
-    names, layers, rotary = layer_names(parts), parts.spec.layers, latent_rotary(parts.config, device=parts.device)
+    names, layers = layer_names(parts), parts.spec.layers
+    angles = parts.angles(latent_rotary(parts.config, device=parts.device))
     if "index" not in layers[0].places:
         raise ConfigError("the first layer has no index of its own, and none before it to share; check indexer_types")
     pairs = zip(names, layers, strict=True)
-    blocks = [block(parts, name, _attention(parts, f"{name}.self_attn", layer)) for name, layer in pairs]
-    dtype, kernels = parts.weights.dtype, parts.kernels  # not `parts`: it would keep all tensors that it was read from
-    made = decoder(parts, blocks, lambda batch: Shared(angles=rotary.angles(batch.positions_N, dtype, kernels)))
-    return replace(made, selected=parts.config.size("index_topk"))
+    blocks = [sparse_block(parts, name, layer.places["kv"], layer.places.get("index")) for name, layer in pairs]
+    selected = parts.config.size("index_topk")
+    return decoder(parts, blocks, lambda batch: Shared(angles=angles(batch)), experts=True, selected=selected)
 
 
-def _attention(parts: Parts, name: str, layer: LayerSpec) -> SparseAttention:
-    index = layer.places.get("index")
-    indexer = None if index is None else Indexer.load(parts, f"{name}.indexer", layer=index)
-    return SparseAttention(latent=latent_attention(parts, name, layer=layer.places["kv"], state="kv"), indexer=indexer)
+def sparse_block(parts: Parts, name: str, layer: int, index: int | None, *, states: tuple[str, str] = ("kv", "index")) -> Block:
+    """The block whose tensors begin with `name`, with rows and index keys in these layers of `states`."""
+    kv, keys = states
+    latent = LatentAttention.load(parts, f"{name}.self_attn", state=kv, layer=layer)
+    indexer = None if index is None else Indexer.load(parts, f"{name}.self_attn.indexer", layer=index, state=keys)
+    return block(parts, name, SparseAttention(latent=latent, indexer=indexer))

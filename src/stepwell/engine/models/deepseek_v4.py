@@ -2,14 +2,18 @@
 
     connected(attention(norm(x))),  then  connected(experts(norm(x)))        connected: read from all lanes, written to all
 
-The first layers choose experts by a table of tokens, the others by scores; in all of them one more is visited by every token.
-Never loads what a checkpoint has beside the text model: its next-token-prediction layers.
+The first layers choose experts by a table of tokens, the others by scores; in all of them every token visits one more. Never
+loads next-token-prediction layers. A checkpoint may have its tensors under any of three kinds of names:
+
+    layers.3.attn.wq_a.weight                       as published
+    model.layers.3.attn.wq_a.weight                 as transformers writes files
+    model.layers.3.self_attn.q_a_proj.weight        as transformers calls them in memory, and this file
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import softplus
@@ -18,11 +22,10 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.compressed import HEAVY, SPARSE, Sizes
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.schedule import LayerSpec
-from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.models.base import Decoder, Parts, head_of
+from stepwell.engine.models.base import Decoder, Layer, decoder
 from stepwell.engine.models.compressed import Closing, Compressor, Indexer, Kept, Shared, SharedAttention, turns
 from stepwell.engine.models.hyper import Gather, HyperConnection, Spread
-from stepwell.engine.models.layers import INNER, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.models.layers import INNER, Linear, Parts, RMSNorm, Rotary, activation, number, rotary, said
 from stepwell.engine.models.moe import Experts
 from stepwell.engine.ops.experts import Combine, Routing
 from stepwell.engine.ops.pointwise import Activation
@@ -30,14 +33,31 @@ from stepwell.engine.passes.batch import Batch
 from stepwell.engine.passes.rows import latent_rows, shared_rows
 from stepwell.engine.ranks import Ranks
 
-MODEL_TYPES = ("deepseek_v4",)
-
 _NO_SHARE = 1e-20  # a sum of shares is never 0
 _SCORES: dict[str, Activation] = {
     "sqrtsoftplus": lambda x: softplus(x).sqrt(),
     "softmax": lambda x: x.softmax(dim=-1),
     "sigmoid": torch.sigmoid,
 }
+
+_PUBLISHED = ".wq_a."  # in some name, unless they are as in memory
+_OUTER = {
+    "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "hc_head_fn": "model.hc_head.hc_fn", "hc_head_base": "model.hc_head.hc_base", "hc_head_scale": "model.hc_head.hc_scale",
+}  # fmt: skip
+_INNER = {
+    "attn": "self_attn", "ffn": "mlp", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "hc_attn_fn": "attn_hc.fn", "hc_attn_base": "attn_hc.base", "hc_attn_scale": "attn_hc.scale",
+    "hc_ffn_fn": "ffn_hc.fn", "hc_ffn_base": "ffn_hc.base", "hc_ffn_scale": "ffn_hc.scale",
+    "wq_a": "q_a_proj", "q_norm": "q_a_norm", "wq_b": "q_b_proj", "wkv": "kv_proj", "norm": "kv_norm", "attn_sink": "sinks",
+    "wo_a": "o_a_proj", "wo_b": "o_b_proj", "wgate": "gate_proj", "ape": "position_bias", "weights_proj": "scorer.weights_proj",
+    "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj",
+}  # fmt: skip
+_MOVED = (  # in this order
+    ("self_attn.indexer.compressor.", "self_attn.compressor.indexer."),
+    ("self_attn.indexer.", "self_attn.compressor.indexer."),
+    ("mlp.gate.bias", "mlp.gate.e_score_correction_bias"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,9 +120,11 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
+    weights, layers, sizes = parts.weights, parts.spec.layers, Sizes.read(parts.config)
+    if any(_PUBLISHED in name for name in weights.names()):
+        weights.rename(_name_in_memory)
     weights.skip("mtp.", "model.mtp.")
-    layers, sizes = parts.spec.layers, Sizes.read(config)
+    parts = replace(parts, exact_norms=True)
     plain, slowed = _rotary(parts, sizes, "main"), _rotary(parts, sizes, "compress")
     window, kept = layers[0].window, {state for layer in layers for state in layer.places}
     ratios = [sizes.ratios[kind] for kind in (SPARSE, HEAVY) if f"c{sizes.ratios[kind]}" in kept]
@@ -117,30 +139,19 @@ def build(parts: Parts) -> Decoder:
             closing={each.ratio: Closing(groups=each, turn_GX=turns(slowed, each.position_G)) for each in groups},
         )
 
-    embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
-    blocks = [_block(parts, sizes, layer) for layer in layers]
-    lanes, gather = config.size("hc_mult", 4), Gather.load(config, weights, "model.hc_head")
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=[Spread(lanes), *blocks, gather],
-        norm=_norm(parts, "model.norm", config.size("hidden_size")),
-        head=head_of(parts, embed),
-        shared=shared,
-        steady=(window, None) if parts.kernels.experts_stay_on_device else (),
-    )
+    blocks = [_block(parts, sizes, f"model.layers.{layer.number}", layer) for layer in layers]
+    lanes: list[Layer] = [Spread(parts.config.size("hc_mult", 4)), *blocks, Gather.load(parts, "model.hc_head")]
+    return decoder(parts, lanes, shared, experts=True, windows=(window, None))
 
 
-def _block(parts: Parts, sizes: Sizes, layer: LayerSpec) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
-    hidden = config.size("hidden_size")
+def _block(parts: Parts, sizes: Sizes, name: str, layer: LayerSpec) -> Block:
     return Block(
         attention=_attention(parts, sizes, f"{name}.self_attn", layer),
         experts=_experts(parts, f"{name}.mlp"),
-        before_attention=_norm(parts, f"{name}.input_layernorm", hidden),
-        before_experts=_norm(parts, f"{name}.post_attention_layernorm", hidden),
-        around_attention=HyperConnection.load(config, weights, f"{name}.attn_hc"),
-        around_experts=HyperConnection.load(config, weights, f"{name}.ffn_hc"),
+        before_attention=parts.norm(f"{name}.input_layernorm"),
+        before_experts=parts.norm(f"{name}.post_attention_layernorm"),
+        around_attention=HyperConnection.load(parts, f"{name}.attn_hc"),
+        around_experts=HyperConnection.load(parts, f"{name}.ffn_hc"),
         ranks=parts.ranks,
     )
 
@@ -150,21 +161,21 @@ def _attention(parts: Parts, sizes: Sizes, name: str, layer: LayerSpec) -> Share
     kind = next((kind for kind in (SPARSE, HEAVY) if f"c{sizes.ratios[kind]}" in layer.places), None)  # of its compression
     heads = parts.ranks.share(config.size("num_attention_heads"), "attention heads")
     groups = parts.ranks.share(whole := config.size("o_groups", 8), "groups of heads (o_groups)")
-    hidden, rank, made = config.size("hidden_size"), said(config, "q_lora_rank"), said(config, "o_lora_rank")
+    hidden, rank, made = parts.hidden, said(config, "q_lora_rank"), said(config, "o_lora_rank")
     together = weights.shared(None if made is None else whole * made, "rows", of=f"{name}.o_a_proj.weight", axis=0)
     return SharedAttention(
         layer=layer.places["swa"],
         heads=heads,
         into=Linear.load(weights, {f"{name}.q_a_proj": rank, f"{name}.kv_proj": sizes.row}, hidden),
-        query_norm=_norm(parts, f"{name}.q_a_norm", rank),
-        query=Linear.load(weights, {f"{name}.q_b_proj": heads * sizes.row}, rank),
+        query_norm=RMSNorm(parts.exact(f"{name}.q_a_norm.weight", rank), parts.eps),
+        query=parts.linear(f"{name}.q_b_proj", heads * sizes.row, rank),
         row=_kept_row(parts, sizes, "swa", f"{name}.kv_norm"),
-        sinks_H=weights.take(f"{name}.sinks", heads, dtype=torch.float32),
+        sinks_H=parts.exact(f"{name}.sinks", heads),
         out_OXC=weights.take(f"{name}.o_a_proj.weight", together, heads * sizes.row // groups).unflatten(0, (groups, -1)),
-        out=Linear.load(weights, {f"{name}.o_b_proj": hidden}, together),
+        out=parts.linear(f"{name}.o_b_proj", hidden, together),
         kernels=parts.kernels,
         compressor=None if kind is None else _compressor(parts, sizes, f"{name}.compressor", kind, layer),
-        indexer=_indexer(config, weights, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
+        indexer=_indexer(parts, sizes, f"{name}.compressor.indexer") if kind == SPARSE else None,
     )
 
 
@@ -175,14 +186,13 @@ def _compressor(parts: Parts, sizes: Sizes, name: str, kind: str, layer: LayerSp
         keys, index = f"{state}_index", f"{name}.indexer"
         names.append(index)
         rows = latent_rows(parts.spec.state(keys).dtype, sizes.index, 0)
-        kept.append(Kept(state=keys, width=sizes.index, norm=_norm(parts, f"{index}.kv_norm", sizes.index), format=rows))
+        kept.append(Kept(state=keys, width=sizes.index, norm=parts.norm(f"{index}.kv_norm", sizes.index), format=rows))
     halves, weights, ratio = 2 if kind == SPARSE else 1, parts.weights, sizes.ratios[kind]
     wide = {each: halves * part.width for each, part in zip(names, kept, strict=True)}
-    hidden = parts.config.size("hidden_size")
     values, gates = (
-        [weights.take(f"{each}.{made}_proj.weight", size, hidden) for each, size in wide.items()] for made in ("kv", "gate")
+        [weights.take(f"{each}.{made}_proj.weight", size, parts.hidden) for each, size in wide.items()] for made in ("kv", "gate")
     )  # fmt: skip
-    biases = [weights.take(f"{each}.position_bias", ratio, size, dtype=torch.float32) for each, size in wide.items()]
+    biases = [parts.exact(f"{each}.position_bias", ratio, size) for each, size in wide.items()]
     return Compressor(
         layer=layer.places[state],
         ratio=ratio,
@@ -199,44 +209,44 @@ def _by_half(tensors: Sequence[torch.Tensor], halves: int) -> torch.Tensor:
     return torch.cat([half for chunks in zip(*(each.chunk(halves) for each in tensors), strict=True) for half in chunks])
 
 
-def _indexer(config: Fields, weights: Weights, sizes: Sizes, name: str) -> Indexer:
-    heads = config.size("index_n_heads", 64)
+def _indexer(parts: Parts, sizes: Sizes, name: str) -> Indexer:
+    config, heads = parts.config, parts.config.size("index_n_heads", 64)
     return Indexer(
         heads=heads,
         count=config.size("index_topk", 512),
-        query=Linear.load(weights, {f"{name}.q_b_proj": heads * sizes.index}, said(config, "q_lora_rank")),
-        weight=Linear.load(weights, {f"{name}.scorer.weights_proj": heads}, config.size("hidden_size")),
+        query=parts.linear(f"{name}.q_b_proj", heads * sizes.index, said(config, "q_lora_rank")),
+        weight=parts.linear(f"{name}.scorer.weights_proj", heads, parts.hidden),
         scale=(heads * sizes.index) ** -0.5,
     )
 
 
 def _kept_row(parts: Parts, sizes: Sizes, state: str, norm: str) -> Kept:
     rows = shared_rows(parts.spec.state(state).dtype, sizes.row - sizes.rope, sizes.rope)
-    return Kept(state=state, width=sizes.row, norm=_norm(parts, norm, sizes.row), format=rows)
+    return Kept(state=state, width=sizes.row, norm=parts.norm(norm, sizes.row), format=rows)
 
 
 def _experts(parts: Parts, name: str) -> TokenExperts:
-    config, weights, run = parts.config, parts.weights, parts.kernels.experts
+    config, weights = parts.config, parts.weights
     count, combine = config.size("n_routed_experts"), _clamped(activation(config), number(config, "swiglu_limit", 10.0))
     scoring = config.text("scoring_func") or "sqrtsoftplus"
     if scoring not in _SCORES:
         raise ConfigError(f"scoring_func {scoring!r} is not known; known are {', '.join(_SCORES)}")
     table, bias = f"{name}.gate.tid2eid", f"{name}.gate.e_score_correction_bias"
-    hidden, inner, shared = config.size("hidden_size"), said(config, "moe_intermediate_size"), f"{name}.shared_experts"
+    inner, shared = said(config, "moe_intermediate_size"), f"{name}.shared_experts"
     wide = None if inner is None else inner * config.size("n_shared_experts", 1)
     wide = weights.shared(wide, INNER, of=f"{shared}.gate_proj.weight", axis=0)
     top = config.size("num_experts_per_tok", most=count)
     return TokenExperts(
-        router=Linear.load(weights, {f"{name}.gate": count}, hidden, biased=False),
+        router=parts.linear(f"{name}.gate", count, parts.hidden, biased=False),
         score=_SCORES[scoring],
         count=top,
         scale=number(config, "routed_scaling_factor", 1.5),
         table_VK=weights.take(table, said(config, "vocab_size"), top, dtype=torch.int64) if weights.has(table) else None,
-        bias_E=weights.take(bias, count, dtype=torch.float32) if weights.has(bias) else None,
-        experts=Experts.load(weights, f"{name}.experts", count=count, hidden=hidden, inner=inner, combine=combine, run=run),
+        bias_E=parts.exact(bias, count) if weights.has(bias) else None,
+        experts=Experts.load(parts, f"{name}.experts", count, combine=combine),
         shared=Expert(
-            gate_up=Linear.load(weights, dict.fromkeys((f"{shared}.gate_proj", f"{shared}.up_proj"), wide), hidden),
-            down=Linear.load(weights, {f"{shared}.down_proj": hidden}, wide),
+            gate_up=Linear.load(weights, dict.fromkeys((f"{shared}.gate_proj", f"{shared}.up_proj"), wide), parts.hidden),
+            down=parts.linear(f"{shared}.down_proj", parts.hidden, wide),
             combine=combine,
         ),
     )
@@ -261,6 +271,11 @@ def _rotary(parts: Parts, sizes: Sizes, kind: str) -> Rotary:
     return rotary(base, sizes.rope, scaling, config, device)
 
 
-def _norm(parts: Parts, name: str, size: Size) -> RMSNorm:
-    """All norms are kept and computed in fp32."""
-    return RMSNorm(parts.weights.take(f"{name}.weight", size, dtype=torch.float32), norm_eps(parts.config))
+def _name_in_memory(name: str) -> str:
+    first, *rest = name.removeprefix("model.").split(".")
+    if first == "layers":
+        inner = ".".join(_INNER.get(part, part) for part in rest)
+        for theirs, ours in _MOVED:
+            inner = inner.replace(theirs, ours)
+        return f"model.layers.{inner}"
+    return ".".join([_OUTER[first], *rest]) if first in _OUTER else name

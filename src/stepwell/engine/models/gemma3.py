@@ -2,14 +2,14 @@
 
     x + norm(attention(norm(x))),  then  x + norm(mlp(norm(x)))
 
-Norms are kept as differences to 1; queries and keys are normed. Text only: of a multimodal checkpoint it takes the text model and
-leaves the rest. Never looks ahead: configs with attention in both directions are refused.
+Norms are stored as differences to 1; queries and keys are normed. Text only: it loads the text model of a multimodal checkpoint
+and skips the rest. Never looks ahead: configs with attention in both directions are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,14 +18,12 @@ from stepwell.base.spec.families.attention import gemma3_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank, queries_keys_values, windows_of
-from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, Rotary, activation, norm_eps, number, rotary, said
+from stepwell.engine.models.attention import Attention, windows_of
+from stepwell.engine.models.base import Decoder, decoder
+from stepwell.engine.models.layers import GatedMLP, Parts, RMSNorm, Rotary, activation, number, rotary
 from stepwell.engine.ops.pointwise import Angles
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.ranks import Ranks
-
-MODEL_TYPES = ("gemma3", "gemma3_text")
 
 # Where the text model's tensors begin, and its output matrix: alone, in a multimodal checkpoint, and in an older one.
 _ROOTS = {
@@ -54,68 +52,51 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights, kernels = parts.config, parts.weights, parts.kernels
+    config, weights = parts.config, parts.weights
     if config.flag("use_bidirectional_attention", False):
         raise ConfigError("use_bidirectional_attention is set: the engine runs models that look back only")
     weights.skip(*_NOT_TEXT)
-    root = _root(weights)
+    root, parts = _root(weights), replace(parts, around_one=True)
     windows = dict.fromkeys(layer.window for layer in parts.spec.layers)
-    rotaries = {window: _rotary(config, window, parts.device) for window in windows}
-    hidden = config.size("hidden_size")
-    embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
-    scale = torch.tensor(hidden**0.5).to(embed.dtype)  # in bf16 the root is rounded, and so was in training
+    angles = {window: parts.angles(_rotary(config, window, parts.device)) for window in windows}
+    scale = torch.tensor(parts.hidden**0.5).to(weights.dtype)  # in bf16 the root is rounded, and so was in training
     blocks = [_block(parts, f"{root}.layers.{layer.number}", layer) for layer in parts.spec.layers]
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=blocks,
-        norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
-        head=head_of(parts, embed, name=_ROOTS[root], tied=True),  # most configs say nothing of it
-        shared=lambda batch: {window: turn.angles(batch.positions_N, embed.dtype, kernels) for window, turn in rotaries.items()},
+    return decoder(
+        parts,
+        blocks,
+        lambda batch: {window: angles_of(batch) for window, angles_of in angles.items()},
+        experts=False,
+        windows=windows_of(blocks),
+        embed=f"{root}.embed_tokens",
+        norm=f"{root}.norm",
+        head=_ROOTS[root],
+        tied=True,  # most configs do not say it
         embed_scale=scale.item(),
         logit_cap=_cap(config, "final_logit_softcapping"),
-        steady=windows_of(blocks),
     )
 
 
 def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
-    config, weights, hidden = parts.config, parts.weights, parts.config.size("hidden_size")
-    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads", 8), gemma3_heads(config))
-
-    def norm(of: str, size: int = hidden) -> RMSNorm:
-        return RMSNorm.load(weights, f"{name}.{of}", size, norm_eps(config), around_one=True)
-
-    biased, (state, place) = config.flag("attention_bias", False), layer.place("kv", "swa")
-    attention = Attention(
-        state=state,
-        layer=place,
-        window=layer.window,
-        heads=queries,
-        kv_heads=heads.num,
-        head_dim=heads.key_dim,
+    config = parts.config
+    attention = Attention.load(
+        parts,
+        f"{name}.self_attn",
+        layer,
+        gemma3_heads(config),
+        queries=config.size("num_attention_heads", 8),
+        biased=config.flag("attention_bias", False),
+        normed=True,
         scale=number(config, "query_pre_attn_scalar", 256.0) ** -0.5,
-        qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
-        out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
-        norms=head_norms(norm("self_attn.q_norm", heads.key_dim), norm("self_attn.k_norm", heads.key_dim)),
-        kernels=parts.kernels,
         cap=_cap(config, "attn_logit_softcapping"),
-        selector=parts.selector if layer.window is None else None,
     )
     return Block(
         window=layer.window,
         attention=attention,
-        mlp=GatedMLP.load(
-            weights,
-            f"{name}.mlp",
-            activation(config, "gelu_pytorch_tanh"),
-            parts.kernels,
-            hidden=hidden,
-            inner=said(config, "intermediate_size"),
-        ),
-        before_attention=norm("input_layernorm"),
-        after_attention=norm("post_attention_layernorm"),
-        before_mlp=norm("pre_feedforward_layernorm"),
-        after_mlp=norm("post_feedforward_layernorm"),
+        mlp=GatedMLP.load(parts, f"{name}.mlp", act=activation(config, "gelu_pytorch_tanh")),
+        before_attention=parts.norm(f"{name}.input_layernorm"),
+        after_attention=parts.norm(f"{name}.post_attention_layernorm"),
+        before_mlp=parts.norm(f"{name}.pre_feedforward_layernorm"),
+        after_mlp=parts.norm(f"{name}.post_feedforward_layernorm"),
         ranks=parts.ranks,
     )
 

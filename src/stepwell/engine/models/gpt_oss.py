@@ -2,10 +2,12 @@
 
     x + attention(norm(x)),  then  x + experts(norm(x))
 
-Reads experts as plain numbers or as MXFP4, which it unpacks while loading: it never computes with four bits.
+Reads experts as plain numbers or as MXFP4, which it unpacks while loading: it never computes in four bits.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -14,14 +16,12 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.attention import Attention, heads_of_rank, queries_keys_values, windows_of
-from stepwell.engine.models.base import Block, Decoder, Parts, head_of
-from stepwell.engine.models.layers import INNER, Linear, RMSNorm, number, rotary_from
+from stepwell.engine.models.attention import Attention, windows_of
+from stepwell.engine.models.base import Block, Decoder, decoder
+from stepwell.engine.models.layers import INNER, Parts, number, rotary_from
 from stepwell.engine.models.moe import Experts, MixtureOfExperts, Route
 from stepwell.engine.ops.experts import Combine, ExpertWeights, Routing
 from stepwell.engine.ranks import Share
-
-MODEL_TYPES = ("gpt_oss",)
 
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 
@@ -32,52 +32,22 @@ _FP4 += [-value for value in _FP4]
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights, kernels = parts.config, parts.weights, parts.kernels
-    rotary = rotary_from(_with_rope(config), read_heads(config).key_dim, device=parts.device)
-    embed = weights.take("model.embed_tokens.weight", config.size("vocab_size"), config.size("hidden_size"))
-    blocks = [_block(parts, layer) for layer in parts.spec.layers]
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=blocks,
-        norm=RMSNorm.load(weights, "model.norm", config.size("hidden_size"), _eps(config)),
-        head=head_of(parts, embed),
-        shared=lambda batch: rotary.angles(batch.positions_N, embed.dtype, kernels),
-        steady=windows_of(blocks) if parts.kernels.experts_stay_on_device else (),
-    )
+    parts = replace(parts, eps=number(parts.config, "rms_norm_eps", 1e-5))
+    rotary = rotary_from(_with_rope(parts.config), read_heads(parts.config).key_dim, device=parts.device)
+    blocks = [_block(parts, f"model.layers.{layer.number}", layer) for layer in parts.spec.layers]
+    return decoder(parts, blocks, parts.angles(rotary), experts=True, windows=windows_of(blocks))
 
 
-def _block(parts: Parts, layer: LayerSpec) -> Block:
-    config, weights, name = parts.config, parts.weights, f"model.layers.{layer.number}"
-    hidden, biased = config.size("hidden_size"), config.flag("attention_bias", True)
-    state, place = layer.place("kv", "swa")
-    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
-    attention = Attention(
-        state=state,
-        layer=place,
-        window=layer.window,
-        heads=queries,
-        kv_heads=heads.num,
-        head_dim=heads.key_dim,
-        scale=heads.key_dim**-0.5,
-        qkv=queries_keys_values(weights, f"{name}.self_attn", queries, heads, hidden, biased=biased),
-        out=Linear.load(weights, {f"{name}.self_attn.o_proj": hidden}, queries * heads.key_dim, biased=biased),
-        sinks_H=weights.take(f"{name}.self_attn.sinks", queries),
-        kernels=parts.kernels,
-    )
+def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
+    config = parts.config
+    biased, count = config.flag("attention_bias", True), config.size("num_local_experts")
+    attention = Attention.load(parts, f"{name}.self_attn", layer, read_heads(config), biased=biased, sinks=True)
     experts = MixtureOfExperts(
-        router=Linear.load(weights, {f"{name}.mlp.router": config.size("num_local_experts")}, hidden, biased=True),
-        route=top_then_softmax(config.size("num_experts_per_tok", most=config.size("num_local_experts"))),
+        router=parts.linear(f"{name}.mlp.router", count, parts.hidden, biased=True),
+        route=top_then_softmax(config.size("num_experts_per_tok", most=count)),
         experts=_experts(parts, f"{name}.mlp.experts"),
     )
-    return Block(
-        attention=attention,
-        mlp=experts,
-        kernels=parts.kernels,
-        ranks=parts.ranks,
-        before_attention=RMSNorm.load(weights, f"{name}.input_layernorm", hidden, _eps(config)),
-        before_mlp=RMSNorm.load(weights, f"{name}.post_attention_layernorm", hidden, _eps(config)),
-    )
+    return Block.load(parts, name, attention, experts)
 
 
 def top_then_softmax(count: int) -> Route:
@@ -149,12 +119,8 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rope(config: Fields) -> Fields:
-    """Configs that say nothing of a rotation mean the one the model was trained with."""
+    """Without a rotation in the config, the one the model was trained with."""
     values = {"rope_theta": 150000.0, **config.values}
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         values["rope_scaling"] = _ROPE
     return Fields(values=values)
-
-
-def _eps(config: Fields) -> float:
-    return number(config, "rms_norm_eps", 1e-5)

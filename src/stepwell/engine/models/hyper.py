@@ -15,15 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.layers import norm_eps, number
+from stepwell.engine.models.layers import Parts, number
 from stepwell.engine.passes.batch import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mix:
-    """From a stream to numbers that say what is done with it: a product of all its lanes, scaled and shifted."""
+    """Computes the coefficients of a mix from the stream: a product of all its lanes, scaled and shifted."""
 
     weight_XC: torch.Tensor
     scale_X: torch.Tensor
@@ -32,16 +30,15 @@ class Mix:
     floor: float  # of what comes out
 
     @classmethod
-    def load(cls, config: Fields, weights: Weights, name: str, counts: tuple[int, ...]) -> Mix:
-        """`counts` says how many numbers each scale is for."""
-        whole = torch.float32
-        repeats = torch.tensor(counts, device=weights.device)
+    def load(cls, parts: Parts, name: str, counts: tuple[int, ...]) -> Mix:
+        """`counts` has the number of outputs that share each scale."""
+        repeats = torch.tensor(counts, device=parts.device)
         return cls(
-            weight_XC=weights.take(f"{name}fn", sum(counts), config.size("hc_mult", 4) * config.size("hidden_size"), dtype=whole),
-            scale_X=weights.take(f"{name}scale", len(counts), dtype=whole).repeat_interleave(repeats),
-            shift_X=weights.take(f"{name}base", sum(counts), dtype=whole),
-            eps=norm_eps(config),
-            floor=number(config, "hc_eps", 1e-6),
+            weight_XC=parts.exact(f"{name}fn", sum(counts), parts.config.size("hc_mult", 4) * parts.hidden),
+            scale_X=parts.exact(f"{name}scale", len(counts)).repeat_interleave(repeats),
+            shift_X=parts.exact(f"{name}base", sum(counts)),
+            eps=parts.eps,
+            floor=number(parts.config, "hc_eps", 1e-6),
         )
 
     def __call__(self, x_NMC: torch.Tensor) -> torch.Tensor:
@@ -63,10 +60,10 @@ class HyperConnection:
     mix: Mix
 
     @classmethod
-    def load(cls, config: Fields, weights: Weights, name: str) -> HyperConnection:
-        lanes = config.size("hc_mult", 4)
-        mix = Mix.load(config, weights, f"{name}.", (lanes, lanes, lanes * lanes))
-        return cls(lanes=lanes, rounds=config.size("hc_sinkhorn_iters", 20), mix=mix)
+    def load(cls, parts: Parts, name: str) -> HyperConnection:
+        lanes = parts.config.size("hc_mult", 4)
+        mix = Mix.load(parts, f"{name}.", (lanes, lanes, lanes * lanes))
+        return cls(lanes=lanes, rounds=parts.config.size("hc_sinkhorn_iters", 20), mix=mix)
 
     def __call__(self, x_NMC: torch.Tensor, block: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         raw_NX = self.mix(x_NMC)
@@ -88,7 +85,7 @@ class HyperConnection:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """What stands before the first block: every lane is the embedding."""
+    """Before the first block: every lane is the embedding."""
 
     lanes: int
 
@@ -98,13 +95,13 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gather:
-    """What stands behind the last block: one stream again."""
+    """After the last block: one stream again."""
 
     mix: Mix
 
     @classmethod
-    def load(cls, config: Fields, weights: Weights, name: str) -> Gather:
-        return cls(Mix.load(config, weights, f"{name}.hc_", (config.size("hc_mult", 4),)))
+    def load(cls, parts: Parts, name: str) -> Gather:
+        return cls(Mix.load(parts, f"{name}.hc_", (parts.config.size("hc_mult", 4),)))
 
     def __call__(self, x_NMC: torch.Tensor, shared: object, batch: Batch) -> torch.Tensor:
         return self.mix.read(x_NMC, self.mix(x_NMC))

@@ -1,10 +1,10 @@
-"""Multi-head latent attention in absorbed form: one latent a token that all heads look at, and no keys or values beside it.
+"""Multi-head latent attention in absorbed form: one latent a token that all heads read, and no keys or values.
 
-    kept of a token    | latent, after its norm | rotated key |           one row for all heads, key and value in one
-    asked by a head    | query @ up_key         | rotated query |         the latent is met directly, and never expanded
-    seen by a head     (shares @ latents) @ up_value                      then one product out
+    row of a token      | latent, after its norm | rotated key |           one for all heads, key and value in one
+    query of a head     | query @ up_key         | rotated query |         multiplied with the latent, which is never expanded
+    output of a head    (shares @ latents) @ up_value                      then one product out
 
-Reads and writes its own layer of one state. Rotated channels are kept first half against second half: where a checkpoint pairs
+Reads and writes its own layer of one state. Rotated channels are stored first half against second half: if a checkpoint pairs
 neighbours, its rows are put in that order once, when it is loaded. Without angles nothing is rotated, as in Kimi-Linear.
 Axes: N tokens, H heads, D unrotated width of a query, R rank of a latent, V width of a value.
 """
@@ -18,8 +18,7 @@ import torch
 
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
-from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.layers import Linear, RMSNorm, Rotary, number, rotary_from
+from stepwell.engine.models.layers import Linear, Parts, RMSNorm, Rotary, number, rotary_from, side_by_side
 from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import Angles, rotate
 from stepwell.engine.passes.batch import Batch
@@ -33,8 +32,8 @@ _EPS = 1e-6  # of the norms inside, whatever the config says of those outside
 class LatentSizes:
     """Of one layer. A query is `plain` channels and `rotated` ones; a row is `rank` channels and the same rotated ones.
 
-    `query_rank` is that of a low-rank query, and None where queries are made at once. `biased` are the products into and out of
-    a layer, and none between.
+    `query_rank` is that of a low-rank query, and None if one product computes the query. `biased` are the products into and out
+    of a layer, and none between.
     """
 
     hidden: int
@@ -48,7 +47,7 @@ class LatentSizes:
 
     @classmethod
     def read(cls, config: Fields, ranks: Ranks) -> LatentSizes:
-        """Of one rank: it has some of the heads, and makes and keeps whole rows as all others do."""
+        """Of one rank: it has some of the heads, and computes and stores whole rows, as all others do."""
         return cls(
             hidden=config.size("hidden_size"),
             heads=ranks.share(config.size("num_attention_heads"), "attention heads"),
@@ -68,14 +67,10 @@ class LatentSizes:
     def row(self) -> int:
         return self.rank + self.rotated
 
-    def rows(self, dtype: str) -> RowFormat:
-        """How its rows are kept in a state of `dtype`."""
-        return latent_rows(dtype, self.rank, self.rotated)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Asked:
-    """What a layer makes of its tokens: the rows to keep, and what queries are made from."""
+    """What a layer computes from its tokens first: the rows to store, and the source of queries."""
 
     row_NC: torch.Tensor
     source_NQ: torch.Tensor  # the normed low-rank query, or the query itself where there is none
@@ -83,7 +78,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LatentAttention:
-    """`into` makes the query, or what `query` makes it from; then the latent and the key to rotate."""
+    """`into` computes the query, or the source that `query` computes it from; then the latent and the key to rotate."""
 
     state: str
     layer: int
@@ -100,39 +95,33 @@ class LatentAttention:
     kernels: Kernels = TORCH
 
     @classmethod
-    def load(
-        cls, weights: Weights, name: str, sizes: LatentSizes, *, state: str, layer: int, kept: RowFormat,
-        scale: float | None = None, neighbours: bool = False, kernels: Kernels = TORCH,
-    ) -> LatentAttention:  # fmt: skip
-        """The tensors `name`.q_a_proj (or q_proj), kv_a_proj_with_mqa, kv_b_proj, o_proj and their norms.
-
-        `scale` is `query_scale` of a config, or by default that of an unscaled rotation; `neighbours` says that the checkpoint
-        rotates channels 0 and 1, 2 and 3, and so on.
-        """
+    def load(cls, parts: Parts, name: str, *, state: str = "kv", layer: int, rotates: bool = True) -> LatentAttention:
+        """The tensors `name`.q_a_proj (or q_proj), kv_a_proj_with_mqa, kv_b_proj, o_proj and their norms."""
+        config, weights, sizes = parts.config, parts.weights, LatentSizes.read(parts.config, parts.ranks)
         biased, rank = sizes.biased, sizes.query_rank
         made_by = f"{name}.q_proj" if rank is None else f"{name}.q_b_proj"
-        query = Linear.load(weights, {made_by: sizes.heads * sizes.query}, rank or sizes.hidden, biased=False)
-        row = Linear.load(weights, {f"{name}.kv_a_proj_with_mqa": sizes.row}, sizes.hidden, biased=biased)
-        if neighbours:
+        query = parts.linear(made_by, sizes.heads * sizes.query, rank or sizes.hidden, biased=False)
+        row = parts.linear(f"{name}.kv_a_proj_with_mqa", sizes.row, sizes.hidden, biased=biased)
+        if rotates and config.flag("rope_interleave", True):  # the checkpoint rotates channels 0 and 1, 2 and 3, and so on
             query = reordered(query, apart(sizes.query, sizes.plain, sizes.query, heads=sizes.heads))
             row = reordered(row, apart(sizes.row, sizes.rank, sizes.row))
-        first = query if rank is None else Linear.load(weights, {f"{name}.q_a_proj": rank}, sizes.hidden, biased=biased)
+        first = query if rank is None else parts.linear(f"{name}.q_a_proj", rank, sizes.hidden, biased=biased)
         up_HXR = weights.take(f"{name}.kv_b_proj.weight", sizes.heads * (sizes.plain + sizes.value), sizes.rank)
         up_key_HDR, up_value_HVR = up_HXR.unflatten(0, (sizes.heads, -1)).split((sizes.plain, sizes.value), dim=1)
         return cls(
             state=state,
             layer=layer,
             sizes=sizes,
-            scale=sizes.query**-0.5 if scale is None else scale,
-            kept=kept,
-            into=beside(first, row),
+            scale=_query_scale(config, sizes) if rotates else sizes.query**-0.5,
+            kept=latent_rows(parts.spec.state(state).dtype, sizes.rank, sizes.rotated),
+            into=side_by_side(first, row),
             query_norm=None if rank is None else RMSNorm(weights.take(f"{name}.q_a_layernorm.weight", rank), _EPS),
             query=None if rank is None else query,
             latent_norm=RMSNorm(weights.take(f"{name}.kv_a_layernorm.weight", sizes.rank), _EPS),
             up_key_HDR=up_key_HDR.contiguous(),
             up_value_HRV=up_value_HVR.mT.contiguous(),
-            out=Linear.load(weights, {f"{name}.o_proj": sizes.hidden}, sizes.heads * sizes.value, biased=biased),
-            kernels=kernels,
+            out=parts.linear(f"{name}.o_proj", sizes.hidden, sizes.heads * sizes.value, biased=biased),
+            kernels=parts.kernels,
         )
 
     def __call__(self, x_NC: torch.Tensor, angles: Angles | None, batch: Batch) -> torch.Tensor:
@@ -144,7 +133,7 @@ class LatentAttention:
         return self.answer(self.kernels.attend_latent(query_NHC, rows, paging, rank=rank, scale=self.scale))
 
     def ask(self, x_NC: torch.Tensor, angles: Angles | None) -> Asked:
-        """Rows, rotated where there are angles, and what queries are made from. Writes nothing."""
+        """Rows, rotated if there are angles, and the source of queries. Writes nothing."""
         sizes = self.sizes
         into_NX = self.into(x_NC)
         widths = (into_NX.shape[1] - sizes.row, sizes.rank, sizes.rotated)
@@ -156,7 +145,7 @@ class LatentAttention:
         return Asked(row_NC=torch.cat([self.latent_norm(latent_NR), key_NC], dim=-1), source_NQ=source_NQ)
 
     def queries(self, asked: Asked, angles: Angles | None) -> torch.Tensor:
-        """As rows are: `[N, H, C]`. Nothing else of a layer before its attention needs them."""
+        """In the form of rows: `[N, H, C]`."""
         sizes = self.sizes
         query_NX = asked.source_NQ if self.query is None else self.query(asked.source_NQ)
         plain_NHD, turned_NHC = query_NX.unflatten(1, (sizes.heads, -1)).split((sizes.plain, sizes.rotated), dim=-1)
@@ -165,18 +154,18 @@ class LatentAttention:
         return torch.cat([_by_head(plain_NHD, self.up_key_HDR), turned_NHC], dim=-1)
 
     def keep(self, asked: Asked, batch: Batch) -> None:
-        """Puts every token's row where it belongs."""
+        """Writes every token's row to its page."""
         paging = batch.paging_of(self.state)
         rows = batch.rows(self.state, self.layer, self.kept)
         self.kernels.write_rows(rows, paging.page_N, paging.row_N, asked.row_NC)
 
     def answer(self, seen_NHR: torch.Tensor) -> torch.Tensor:
-        """From weighed latents to what the layer adds to the stream."""
+        """From weighted latents to what the layer adds to the stream."""
         return self.out(_by_head(seen_NHR, self.up_value_HRV).flatten(1))
 
 
 def latent_rotary(config: Fields, *, device: str | torch.device) -> Rotary:
-    """The rotation of the rotated channels, all of them. Scaled ones grow by as much as `query_scale` leaves to them."""
+    """The rotation of all rotated channels. A scaled rotation also grows, by the part of the growth that is not in the scale."""
     name, width = _scaling_name(config), config.size("qk_rope_head_dim")
     scaling = config.section(name)
     grown = dict(scaling.values)
@@ -191,8 +180,8 @@ def latent_rotary(config: Fields, *, device: str | torch.device) -> Rotary:
     return rotary
 
 
-def query_scale(config: Fields, sizes: LatentSizes) -> float:
-    """What scores are multiplied by: they grow with a scaled rotation, in all channels (`mscale_all_dim`)."""
+def _query_scale(config: Fields, sizes: LatentSizes) -> float:
+    """The factor of scores: they grow with a scaled rotation, in all channels (`mscale_all_dim`)."""
     scaling = config.section(_scaling_name(config))
     scaled = (scaling.text("rope_type") or scaling.text("type") or "default") != "default"
     growth = _growth(scaling, "mscale_all_dim") if scaled and scaling.values.get("mscale_all_dim") else 1.0
@@ -225,15 +214,6 @@ def reordered(product: Linear, order: torch.Tensor) -> Linear:
     """Its outputs in another order."""
     order = order.to(product.weight.device)
     return Linear(product.weight[order], None if product.bias is None else product.bias[order])
-
-
-def beside(one: Linear, other: Linear) -> Linear:
-    """Both as one product, outputs side by side."""
-    weight = torch.cat([one.weight, other.weight])
-    if one.bias is None and other.bias is None:
-        return Linear(weight)
-    biases = [weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in (one, other)]
-    return Linear(weight, torch.cat(biases))
 
 
 def _by_head(x_NHX: torch.Tensor, weight_HXY: torch.Tensor) -> torch.Tensor:

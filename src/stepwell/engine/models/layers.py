@@ -1,4 +1,7 @@
-"""What layers of all families are made of: products, norms, rotations, feed-forward blocks. No state, no pages.
+"""What layers of all families are made of: products, norms, rotations, feed-forward blocks; and `Parts`, which loads them.
+
+Keeps no state and reads no pages. Ranks appear in sizes alone: `Linear.load` cuts its outputs where these are shared (a column
+of Megatron), or its inputs (a row), and what is loaded through `Parts` needs no further word on them.
 
 Axes: N tokens, C channels, H heads, D width of a head, E experts, I inner channels.
 """
@@ -6,20 +9,72 @@ Axes: N tokens, C channels, H heads, D width of a head, E experts, I inner chann
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear
 
 from stepwell.base.errors import ConfigError
+from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families.fields import Fields
+from stepwell.engine.approximate.selector import Selector
 from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.ops.kernels import Kernels
+from stepwell.engine.ops.kernels import TORCH, Kernels
 from stepwell.engine.ops.pointwise import ACTIVATIONS, Activation, Angles, norm
-from stepwell.engine.ranks import Share
+from stepwell.engine.passes.batch import Batch
+from stepwell.engine.ranks import Ranks, Share
 
 INNER = "inner channels of a feed-forward block"
+FeedForward = Callable[[torch.Tensor], torch.Tensor]  # from [N, C] to [N, C]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """What a model is built from: its config, its spec, its tensors and kernels. With several ranks, spec and tensors are this
+    rank's. `eps` and `around_one` are for its norms; a family whose norms differ from most replaces them.
+    """
+
+    config: Fields
+    spec: ModelSpec
+    weights: Weights
+    kernels: Kernels = TORCH
+    selector: Selector | None = None  # for layers that attend to the whole past
+    eps: float = 1e-6
+    around_one: bool = False  # whether norms are stored as differences to 1
+    exact_norms: bool = False  # whether their weights stay in fp32
+
+    @property
+    def device(self) -> str | torch.device:
+        return self.weights.device
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.weights.ranks
+
+    @property
+    def hidden(self) -> int:
+        return self.config.size("hidden_size")
+
+    def norm(self, name: str, size: Size = None) -> RMSNorm:
+        """Over the stream, or over `size` channels."""
+        size = self.hidden if size is None else size
+        if self.around_one:  # the sum stays in fp32, for bf16 would round it
+            return RMSNorm(1.0 + self.exact(f"{name}.weight", size), self.eps)
+        dtype = torch.float32 if self.exact_norms else None
+        return RMSNorm(self.weights.take(f"{name}.weight", size, dtype=dtype), self.eps)
+
+    def linear(self, name: str, outputs: Size, inputs: Size, *, biased: bool | None = None) -> Linear:
+        return Linear.load(self.weights, {name: outputs}, inputs, biased=biased)
+
+    def exact(self, name: str, *shape: Size) -> torch.Tensor:
+        """A tensor in fp32, whatever the model computes in."""
+        return self.weights.take(name, *shape, dtype=torch.float32)
+
+    def angles(self, rotary: Rotary) -> Callable[[Batch], Angles]:
+        """Computes a pass's rotation. Must not refer to `self`, which would keep every tensor that was read."""
+        dtype, kernels = self.weights.dtype, self.kernels
+        return lambda batch: rotary.angles(batch.positions_N, dtype, kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,10 +84,10 @@ class Linear:
 
     @classmethod
     def load(cls, weights: Weights, outputs: Mapping[str, Size], inputs: Size, *, biased: bool | None = None) -> Linear:
-        """One product for all names in `outputs`, side by side, with so many outputs each.
+        """One product for all names in `outputs`, side by side, with the number of outputs that each has.
 
-        `biased` None: with biases where the checkpoint has them. Where ranks share the inputs, what comes out is a share of a
-        sum, to which the first of them adds the bias.
+        `biased` None: with biases if the checkpoint has them. If ranks share the inputs, each computes a part of a sum, and the
+        first of them adds the bias.
         """
         biases = {f"{name}.bias": size for name, size in outputs.items()}
         biased = weights.has(next(iter(biases))) if biased is None else biased
@@ -45,17 +100,19 @@ class Linear:
         return linear(x_NC, self.weight, self.bias)
 
 
+def side_by_side(one: Linear, other: Linear) -> Linear:
+    """Both as one product. Outputs without a bias get one of 0 if the others have one."""
+    weight = torch.cat([one.weight, other.weight])
+    if one.bias is None and other.bias is None:
+        return Linear(weight)
+    biases = [weight.new_zeros(len(each.weight)) if each.bias is None else each.bias for each in (one, other)]
+    return Linear(weight, torch.cat(biases))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RMSNorm:
     weight: torch.Tensor
     eps: float
-
-    @classmethod
-    def load(cls, weights: Weights, name: str, size: Size, eps: float, *, around_one: bool = False) -> RMSNorm:
-        """`around_one` for checkpoints that keep the difference to 1: their sum is kept in fp32, for bf16 would round it."""
-        if around_one:
-            return cls(1.0 + weights.take(f"{name}.weight", size, dtype=torch.float32), eps)
-        return cls(weights.take(f"{name}.weight", size), eps)
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         return norm(x_NC, self.weight, self.eps)
@@ -71,10 +128,17 @@ class GatedMLP:
     kernels: Kernels
 
     @classmethod
-    def load(cls, weights: Weights, name: str, act: Activation, kernels: Kernels, *, hidden: Size, inner: int | None) -> GatedMLP:
-        inner = weights.shared(inner, INNER, of=f"{name}.gate_proj.weight", axis=0)
-        gate_up = Linear.load(weights, dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), inner), hidden)
-        return cls(gate_up, Linear.load(weights, {f"{name}.down_proj": hidden}, inner), act, kernels)
+    def load(
+        cls, parts: Parts, name: str, *, act: Activation | None = None, width: str = "intermediate_size", times: int = 1
+    ) -> GatedMLP:  # fmt: skip
+        """As wide as the config field `width` says, times `times`; where it says nothing, as the tensors are."""
+        inner = said(parts.config, width)
+        inner = None if inner is None else inner * times
+        inner = parts.weights.shared(inner, INNER, of=f"{name}.gate_proj.weight", axis=0)
+        gate_up = Linear.load(parts.weights, dict.fromkeys((f"{name}.gate_proj", f"{name}.up_proj"), inner), parts.hidden)
+        return cls(
+            gate_up, parts.linear(f"{name}.down_proj", parts.hidden, inner), act or activation(parts.config), parts.kernels
+        )
 
     def __call__(self, x_NC: torch.Tensor) -> torch.Tensor:
         return self.down(self.kernels.gate(self.gate_up(x_NC), self.act))

@@ -1,14 +1,14 @@
-"""Mamba-2: nothing but recurrent layers, and the mixer that hybrid families put beside attention.
+"""Mamba-2: recurrent layers alone, and the mixer that hybrid families combine with attention.
 
     x + mixer(norm(x))
 
-A mixer reads and writes its own layer of `ssm` and `conv`, and no prefix. The stream keeps the model's number format, also where
-a config asks for fp32 between layers.
+A mixer reads and writes its own layer of `ssm` and `conv`, and no prefix. The stream keeps the model's number format, even if a
+config asks for fp32 between layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import silu
@@ -16,9 +16,8 @@ from torch.nn.functional import silu
 from stepwell.base.errors import ConfigError
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.schedule import LayerSpec
-from stepwell.engine.loading.weights import Weights
-from stepwell.engine.models.base import Decoder, Parts, head_of
-from stepwell.engine.models.layers import Linear, RMSNorm, activation, number, said
+from stepwell.engine.models.base import Decoder, decoder
+from stepwell.engine.models.layers import Linear, Parts, RMSNorm, activation, number
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points
@@ -26,14 +25,12 @@ from stepwell.engine.ops.recurrent_tokens import FOREVER, Steps, Tokens
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.ranks import Ranks
 
-MODEL_TYPES = ("mamba2",)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sizes:
     """Of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads.
 
-    Ranks share the heads, and the groups that go with them; where there are fewer groups than ranks, several have the same.
+    Ranks share the heads, and the groups that go with them; if there are fewer groups than ranks, several ranks have the same.
     """
 
     heads: int
@@ -53,15 +50,15 @@ class Sizes:
 
     @property
     def split(self) -> tuple[int, int, int, int, int]:
-        """What the first product makes: gate, values, keys, queries, time steps."""
+        """The outputs of the first product: gate, values, keys, queries, time steps."""
         return self.inner, self.inner, self.groups * self.state, self.groups * self.state, self.heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatedNorm:
-    """Over `groups` parts of the channels, behind the gate or before it; without a weight there is only the gate.
+    """Over `groups` parts of the channels, after the gate or before it; without a weight there is only the gate.
 
-    Of a part that several ranks share, they tell each other the sum of its squares.
+    Ranks that share a part add up the sums of its squares.
     """
 
     weight: torch.Tensor | None
@@ -88,7 +85,7 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mixer:
-    """`steps` are the least and the most time that may pass with a token; `rate_H` is how fast a head forgets, below 0."""
+    """`steps` are the least and the most time that may pass with a token; `rate_H` is the rate of decay of a head, below 0."""
 
     layer: int
     sizes: Sizes
@@ -105,29 +102,23 @@ class Mixer:
     steps: tuple[float, float] = FOREVER
 
     @classmethod
-    def load(
-        cls, weights: Weights, name: str, *, layer: int, sizes: Sizes, act: Activation, norm: GatedNorm, into: Linear,
-        out: Linear, steps: tuple[float, float], kernels: Kernels,
-    ) -> Mixer:  # fmt: skip
-        """Takes all but the two products and the norm, in which families differ."""
-        channels, bias = sizes.split[1:4], f"{name}.conv1d.bias"
-        rate, step_bias, skip = (
-            weights.take(f"{name}.{each}", sizes.heads, dtype=torch.float32) for each in ("A_log", "dt_bias", "D")
-        )  # fmt: skip
+    def load(cls, parts: Parts, name: str, layer: int, sizes: Sizes, norm: GatedNorm) -> Mixer:
+        weights, channels, bias = parts.weights, sizes.split[1:4], f"{name}.conv1d.bias"
+        rate_H, step_bias_H, skip_H = (parts.exact(f"{name}.{each}", sizes.heads) for each in ("A_log", "dt_bias", "D"))
         return cls(
             layer=layer,
             sizes=sizes,
-            into=into,
-            out=out,
+            into=parts.linear(f"{name}.in_proj", sizes.split, parts.hidden),
+            out=parts.linear(f"{name}.out_proj", parts.hidden, sizes.inner),
             conv_WC=weights.take(f"{name}.conv1d.weight", channels, 1, sizes.window)[:, 0].T.contiguous(),
             conv_bias_C=weights.take(bias, channels) if weights.has(bias) else None,
-            act=act,
-            rate_H=-rate.exp(),
-            step_bias_H=step_bias,
-            skip_H=skip,
+            act=activation(parts.config),
+            rate_H=-rate_H.exp(),
+            step_bias_H=step_bias_H,
+            skip_H=skip_H,
             norm=norm,
-            kernels=kernels,
-            steps=steps,
+            kernels=parts.kernels,
+            steps=_step_limits(parts.config),
         )
 
     def __call__(self, x_NC: torch.Tensor, points: Points) -> torch.Tensor:
@@ -157,24 +148,15 @@ class Block:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights = parts.config, parts.weights
-    plural = weights.has("backbone.embeddings.weight")  # the first checkpoints say it in the singular
-    hidden = config.size("hidden_size")
-    embed = weights.take(f"backbone.embedding{'s' if plural else ''}.weight", said(config, "vocab_size"), hidden)
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=[_block(parts, layer) for layer in parts.spec.layers],
-        norm=RMSNorm.load(weights, "backbone.norm_f", hidden, _eps(config)),
-        head=head_of(parts, embed),
-        shared=Points.of,
-        steady=(None,),
-    )
+    parts = replace(parts, eps=number(parts.config, "layer_norm_epsilon", 1e-5))
+    plural = parts.weights.has("backbone.embeddings.weight")  # the first checkpoints have the singular
+    blocks = [_block(parts, f"backbone.layers.{layer.number}", layer) for layer in parts.spec.layers]
+    embed = f"backbone.embedding{'s' if plural else ''}"
+    return decoder(parts, blocks, Points.of, experts=False, embed=embed, norm="backbone.norm_f")
 
 
-def _block(parts: Parts, layer: LayerSpec) -> Block:
-    config, weights, name = parts.config, parts.weights, f"backbone.layers.{layer.number}"
-    hidden = config.size("hidden_size")
+def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
+    config, norm = parts.config, f"{name}.mixer.norm.weight"
     sizes = Sizes.of_rank(
         parts.ranks,
         heads=config.size("num_heads"),
@@ -183,22 +165,12 @@ def _block(parts: Parts, layer: LayerSpec) -> Block:
         state=config.size("state_size"),
         window=config.size("conv_kernel", 4),
     )
-    mixer = Mixer.load(
-        weights,
-        f"{name}.mixer",
-        layer=layer.places["ssm"],
-        sizes=sizes,
-        act=activation(config),
-        norm=GatedNorm(weight=weights.take(f"{name}.mixer.norm.weight", sizes.inner), eps=_eps(config), ranks=parts.ranks),
-        into=Linear.load(weights, {f"{name}.mixer.in_proj": sizes.split}, hidden),
-        out=Linear.load(weights, {f"{name}.mixer.out_proj": hidden}, sizes.inner),
-        steps=step_limits(config),
-        kernels=parts.kernels,
-    )
-    return Block(mixer=mixer, norm=RMSNorm.load(weights, f"{name}.norm", hidden, _eps(config)), ranks=parts.ranks)
+    gated = GatedNorm(weight=parts.weights.take(norm, sizes.inner), eps=parts.eps, ranks=parts.ranks)
+    mixer = Mixer.load(parts, f"{name}.mixer", layer.places["ssm"], sizes, gated)
+    return Block(mixer=mixer, norm=parts.norm(f"{name}.norm"), ranks=parts.ranks)
 
 
-def step_limits(config: Fields) -> tuple[float, float]:
+def _step_limits(config: Fields) -> tuple[float, float]:
     """`time_step_limit`: the least and the most."""
     value = config.values.get("time_step_limit")
     if value is None:
@@ -207,7 +179,3 @@ def step_limits(config: Fields) -> tuple[float, float]:
         case [int() | float() as least, int() | float() as most] if least <= most:
             return float(least), float(most)
     raise ConfigError(f"config field {config.path}time_step_limit must be two numbers, the least first, got {value!r:.60}")
-
-
-def _eps(config: Fields) -> float:
-    return number(config, "layer_norm_epsilon", 1e-5)

@@ -1,9 +1,9 @@
-"""The layer behind the last one of DeepSeek-V3 and V3.2, which predicts one token further than the model has come.
+"""The layer after the last one of DeepSeek-V3 and V3.2, which predicts one token further than the model.
 
     token j, hidden j-1    into(norm(embedded token j) | norm(hidden j-1))  ->  block  ->  norm  ->  hidden, logits of token j+1
 
-A hidden state is what an output matrix reads: behind the final norm, of the model as of this layer. (The reports leave that
-open; engines measure more guesses accepted so than with the stream before the norm.)
+A hidden state is what an output matrix reads: after the final norm, in the model as in this layer. (The reports leave that open;
+engines measure more guesses accepted this way than with the stream before the norm.)
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from stepwell.base.spec.families.fields import Fields
 from stepwell.engine.loading.eight_bits import block_in
 from stepwell.engine.loading.weights import Region, TensorSource, Weights
 from stepwell.engine.models import deepseek_v3, deepseek_v32
-from stepwell.engine.models.base import Decoder, Layer, Parts, read_out
-from stepwell.engine.models.indexer import Indexer
+from stepwell.engine.models.base import Decoder, Layer, read_out
 from stepwell.engine.models.latent import latent_rotary
-from stepwell.engine.models.layers import Linear, RMSNorm, norm_eps
+from stepwell.engine.models.layers import Linear, Parts, RMSNorm, norm_eps
 from stepwell.engine.passes.batch import Batch
 from stepwell.engine.ranks import Ranks
 
@@ -53,7 +52,7 @@ class MtpLayer:
         return self.embed.device
 
     def read(self, stream_NC: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the model, from its stream behind the last layer."""
+        """Hidden states of the model, from its stream after the last layer."""
         return self.model_norm(stream_NC)
 
     @torch.inference_mode()
@@ -68,25 +67,25 @@ class MtpLayer:
 
 
 def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder, spec: ModelSpec) -> MtpLayer:
-    """The layer of a model, whose states are those of `spec`. Embedding and head are the model's where they are the same."""
-    text = Fields(values=config)
-    text = text.section("text_config") if text.has("text_config") else text
+    """The layer of a model, whose states are those of `spec`. Shares embedding and head with the model if they are the same."""
+    outer = Fields(values=config)
+    text = outer.section("text_config") if outer.has("text_config") else outer
     if (count := text.size("num_nextn_predict_layers")) != 1:
-        raise ConfigError(f"the engine drafts with one layer behind the last, and this model has {count}")
-    name, eps = f"model.layers.{text.num_layers()}", norm_eps(text)
-    block = block_in(text, Fields(values=config))
-    begun, hidden = _Beginning(source, f"{name}."), text.size("hidden_size")
+        raise ConfigError(f"the engine drafts with one layer after the last, and this model has {count}")
+    name, block = f"model.layers.{text.num_layers()}", block_in(text, outer)
+    begun = _Prefixed(source, f"{name}.")
     weights = Weights(begun, dtype=target.dtype, device=target.device, block=block, config=text.values, ranks=target.ranks)
-    parts = Parts(config=text, spec=spec, weights=weights, kernels=target.kernels)
+    parts = Parts(config=text, spec=spec, weights=weights, kernels=target.kernels, eps=norm_eps(text))
+    angles, layer = parts.angles(latent_rotary(text, device=parts.device)), _block(parts, name)
     made = MtpLayer(
         model_norm=target.norm,
         embed=_same(weights, f"{name}.embed_tokens.weight", target.embed, len(target.embed)),
-        token_norm=RMSNorm.load(weights, f"{name}.enorm", hidden, eps),
-        hidden_norm=RMSNorm.load(weights, f"{name}.hnorm", hidden, eps),
-        into=Linear.load(weights, {f"{name}.eh_proj": hidden}, 2 * hidden),
-        block=_block(parts, name),
-        shared=_shared(parts),
-        norm=RMSNorm.load(weights, f"{name}.shared_head.norm", hidden, eps),
+        token_norm=parts.norm(f"{name}.enorm"),
+        hidden_norm=parts.norm(f"{name}.hnorm"),
+        into=parts.linear(f"{name}.eh_proj", parts.hidden, 2 * parts.hidden),
+        block=layer,
+        shared=(lambda batch: deepseek_v32.Shared(angles=angles(batch))) if _is_sparse(spec) else angles,
+        norm=parts.norm(f"{name}.shared_head.norm"),
         head=_same(weights, f"{name}.shared_head.head.weight", target.head, target.ranks.share_or_all(len(target.embed))),
         ranks=target.ranks,
     )
@@ -94,15 +93,15 @@ def load_mtp(config: Mapping[str, object], source: TensorSource, target: Decoder
     return made
 
 
-class _Beginning:
-    """The tensors of a source whose names begin in one way."""
+class _Prefixed:
+    """The tensors of a source whose names have a prefix."""
 
-    def __init__(self, source: TensorSource, beginning: str) -> None:
+    def __init__(self, source: TensorSource, prefix: str) -> None:
         self._source = source
-        self._beginning = beginning
+        self._prefix = prefix
 
     def names(self) -> Iterable[str]:
-        return [name for name in self._source.names() if name.startswith(self._beginning)]
+        return [name for name in self._source.names() if name.startswith(self._prefix)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._source.shape(name)
@@ -112,7 +111,7 @@ class _Beginning:
 
 
 def _same(weights: Weights, name: str, of_model: torch.Tensor, rows: int) -> torch.Tensor:
-    """Checkpoints repeat the model's own tensor here, or leave it out: no second copy is kept of it."""
+    """Checkpoints repeat the model's own tensor here, or leave it out: only one copy is kept."""
     if not weights.has(name):
         return of_model
     taken = weights.take(name, rows, of_model.shape[1])
@@ -120,21 +119,10 @@ def _same(weights: Weights, name: str, of_model: torch.Tensor, rows: int) -> tor
 
 
 def _block(parts: Parts, name: str) -> Layer:
-    if not _sparse(parts):
-        return deepseek_v3.latent_block(parts, name, layer=0, state="draft")
-    attention = deepseek_v32.SparseAttention(
-        latent=deepseek_v3.latent_attention(parts, f"{name}.self_attn", layer=0, state="draft"),
-        indexer=Indexer.load(parts, f"{name}.self_attn.indexer", layer=0, state="draft_index"),
-    )
-    return deepseek_v3.block(parts, name, attention)
+    if _is_sparse(parts.spec):
+        return deepseek_v32.sparse_block(parts, name, 0, 0, states=("draft", "draft_index"))
+    return deepseek_v3.latent_block(parts, name, layer=0, state="draft")
 
 
-def _shared(parts: Parts) -> Callable[[Batch], Any]:
-    rotary, dtype, kernels = latent_rotary(parts.config, device=parts.device), parts.weights.dtype, parts.kernels
-    if not _sparse(parts):
-        return lambda batch: rotary.angles(batch.positions_N, dtype, kernels)
-    return lambda batch: deepseek_v32.Shared(angles=rotary.angles(batch.positions_N, dtype, kernels))
-
-
-def _sparse(parts: Parts) -> bool:
-    return any(state.name == "draft_index" for state in parts.spec.states)
+def _is_sparse(spec: ModelSpec) -> bool:
+    return any(state.name == "draft_index" for state in spec.states)

@@ -2,13 +2,12 @@
 
     x + mixer(norm(x)),  then  x + mlp(norm(x))        mlp: a gated block, or experts and one that all tokens visit
 
-Never loads what a checkpoint has beside the text model: its vision tower, its next-token-prediction layers.
+Loads the text model alone, and neither vision tower nor next-token-prediction layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,25 +15,15 @@ from stepwell.base.spec.families.attention import read_heads
 from stepwell.base.spec.families.fields import Fields
 from stepwell.base.spec.schedule import LayerSpec
 from stepwell.engine.loading.weights import Size, Weights
-from stepwell.engine.models.attention import Attention, head_norms, heads_of_rank
-from stepwell.engine.models.base import Block, Decoder, Parts, head_of, tied_head
-from stepwell.engine.models.layers import GatedMLP, Linear, RMSNorm, activation, norm_eps, rotary_from, said
-from stepwell.engine.models.moe import Experts, MixtureOfExperts, gated, softmax_then_top
+from stepwell.engine.models.attention import Attention, heads_of_rank
+from stepwell.engine.models.base import Block, Decoder, Hybrid, decoder
+from stepwell.engine.models.layers import GatedMLP, Linear, Parts, RMSNorm, activation, rotary_from, side_by_side
+from stepwell.engine.models.moe import MixtureOfExperts, feed_forward, softmax_then_top
 from stepwell.engine.ops.kernels import Kernels
-from stepwell.engine.ops.pointwise import Activation, Angles
+from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent import Points
 from stepwell.engine.ops.recurrent_tokens import Steps, Tokens
 from stepwell.engine.passes.batch import Batch
-
-MODEL_TYPES = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Shared:
-    """What all layers of a pass need."""
-
-    angles: Angles
-    points: Points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeltaNet:
-    """`into` makes queries, keys, values, gates, betas and decays, side by side; the first three are convolved."""
+    """`into` computes queries, keys, values, gates, betas and decays, side by side; the first three are convolved."""
 
     layer: int
     sizes: Sizes
@@ -75,7 +64,7 @@ class DeltaNet:
     norm: RMSNorm
     kernels: Kernels
 
-    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
+    def __call__(self, x_NC: torch.Tensor, shared: Hybrid, batch: Batch) -> torch.Tensor:
         sizes = self.sizes
         widths = (2 * sizes.keys + sizes.values, sizes.values, sizes.value_heads, sizes.value_heads)
         mixed_NC, gate_NC, beta_NH, step_NH = self.into(x_NC).split(widths, dim=-1)
@@ -96,19 +85,19 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GatedAttention:
-    """Attention whose output is multiplied, channel by channel, by how much the token wants of it."""
+    """Attention whose output is multiplied, channel by channel, by a gate computed from the token."""
 
     attention: Attention
     gate: Linear
 
-    def __call__(self, x_NC: torch.Tensor, shared: Shared, batch: Batch) -> torch.Tensor:
-        seen_NC = self.attention.look(x_NC, shared.angles, batch)
+    def __call__(self, x_NC: torch.Tensor, shared: Hybrid, batch: Batch) -> torch.Tensor:
+        seen_NC = self.attention.attend(x_NC, shared.angles, batch)
         return self.attention.out(seen_NC * self.gate(x_NC).sigmoid())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SharedExperts:
-    """Experts, and one that all tokens visit, as far as a gate opens."""
+    """Experts, and one that all tokens visit, weighted by a gate."""
 
     experts: MixtureOfExperts
     shared: GatedMLP
@@ -119,62 +108,41 @@ class SharedExperts:
 
 
 def build(parts: Parts) -> Decoder:
-    config, weights, kernels = parts.config, parts.weights, parts.kernels
+    config, weights = parts.config, parts.weights
     weights.skip("mtp.", "model.visual.", "visual.")
     root = "model.language_model" if weights.has("model.language_model.embed_tokens.weight") else "model"
     turned = Fields(values={"partial_rotary_factor": 0.25, **config.values}, path=config.path)
-    rotary = rotary_from(turned, read_heads(config).key_dim, device=parts.device)
+    angles = parts.angles(rotary_from(turned, read_heads(config).key_dim, device=parts.device))
+    parts = replace(parts, around_one=True)
+    if not weights.has("lm_head.weight"):  # the text part of some configs says that it is not tied, and it is
+        parts = replace(parts, config=Fields(values={**config.values, "tie_word_embeddings": True}, path=config.path))
     blocks = [_block(parts, f"{root}.layers.{layer.number}", layer) for layer in parts.spec.layers]
-    recordable = parts.kernels.experts_stay_on_device or all(isinstance(block.mlp, GatedMLP) for block in blocks)
-    hidden = config.size("hidden_size")
-    embed = weights.take(f"{root}.embed_tokens.weight", said(config, "vocab_size"), hidden)
-    return Decoder(
-        spec=parts.spec,
-        embed=embed,
-        layers=blocks,
-        norm=RMSNorm.load(weights, f"{root}.norm", hidden, norm_eps(config), around_one=True),
-        head=head_of(parts, embed) if weights.has("lm_head.weight") else tied_head(parts, embed),
-        shared=lambda batch: Shared(angles=rotary.angles(batch.positions_N, embed.dtype, kernels), points=Points.of(batch)),
-        steady=(None,) if recordable else (),
+    return decoder(
+        parts,
+        blocks,
+        lambda batch: Hybrid(angles=angles(batch), points=Points.of(batch)),
+        experts=any(block.has_experts for block in blocks),
+        embed=f"{root}.embed_tokens",
+        norm=f"{root}.norm",
     )
 
 
 def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
-    eps, hidden, (state, place) = norm_eps(parts.config), parts.config.size("hidden_size"), layer.place("kv", "ssm")
-    mixer = _attention(parts, name, place) if state == "kv" else _delta_net(parts, name, place)
-    return Block(
-        attention=mixer,
-        mlp=_mlp(parts, f"{name}.mlp"),
-        kernels=parts.kernels,
-        ranks=parts.ranks,
-        before_attention=RMSNorm.load(parts.weights, f"{name}.input_layernorm", hidden, eps, around_one=True),
-        before_mlp=RMSNorm.load(parts.weights, f"{name}.post_attention_layernorm", hidden, eps, around_one=True),
-    )
+    state, place = layer.place("kv", "ssm")
+    mixer = _attention(parts, f"{name}.self_attn", layer) if state == "kv" else _delta_net(parts, f"{name}.linear_attn", place)
+    return Block.load(parts, name, mixer, feed_forward(parts, f"{name}.mlp", _experts))
 
 
-def _attention(parts: Parts, name: str, layer: int) -> GatedAttention:
-    config, weights, eps, name = parts.config, parts.weights, norm_eps(parts.config), f"{name}.self_attn"
-    queries, heads = heads_of_rank(parts.ranks, config.size("num_attention_heads"), read_heads(config))
-    hidden = config.size("hidden_size")
+def _attention(parts: Parts, name: str, layer: LayerSpec) -> GatedAttention:
+    whole = read_heads(parts.config)
+    queries, heads = heads_of_rank(parts, whole)
+    product = parts.linear(f"{name}.q_proj", 2 * queries * heads.key_dim, parts.hidden)
+    query, gate = _query_and_gate(product, queries)
     width = heads.num * heads.key_dim
-
-    def norm(of: str) -> RMSNorm:
-        return RMSNorm.load(weights, f"{name}.{of}", heads.key_dim, eps, around_one=True)
-
-    query, gate = _query_and_gate(Linear.load(weights, {f"{name}.q_proj": 2 * queries * heads.key_dim}, hidden), queries)
-    attention = Attention(
-        state="kv",
-        layer=layer,
-        heads=queries,
-        kv_heads=heads.num,
-        head_dim=heads.key_dim,
-        scale=heads.key_dim**-0.5,
-        qkv=_joined(query, Linear.load(weights, {f"{name}.k_proj": width, f"{name}.v_proj": width}, hidden)),
-        out=Linear.load(weights, {f"{name}.o_proj": hidden}, queries * heads.key_dim),
-        norms=head_norms(norm("q_norm"), norm("k_norm")),
-        kernels=parts.kernels,
+    kv = Linear.load(parts.weights, {f"{name}.k_proj": width, f"{name}.v_proj": width}, parts.hidden)
+    return GatedAttention(
+        attention=Attention.load(parts, name, layer, whole, qkv=side_by_side(query, kv), normed=True), gate=gate
     )
-    return GatedAttention(attention=attention, gate=gate)
 
 
 def _query_and_gate(product: Linear, heads: int) -> tuple[Linear, Linear]:
@@ -185,36 +153,31 @@ def _query_and_gate(product: Linear, heads: int) -> tuple[Linear, Linear]:
     return query, gate
 
 
-def _joined(one: Linear, other: Linear) -> Linear:
-    biases = [each.bias for each in (one, other) if each.bias is not None]
-    return Linear(torch.cat([one.weight, other.weight]), torch.cat(biases) if biases else None)
-
-
 def _delta_net(parts: Parts, name: str, layer: int) -> DeltaNet:
-    config, weights, name = parts.config, parts.weights, f"{name}.linear_attn"
+    config, weights = parts.config, parts.weights
     sizes = Sizes(
         key_heads=parts.ranks.share(config.size("linear_num_key_heads"), "key heads of a delta net"),
         key_dim=config.size("linear_key_head_dim"),
         value_heads=parts.ranks.share(config.size("linear_num_value_heads"), "value heads of a delta net"),
         value_dim=config.size("linear_value_head_dim"),
     )
-    window, hidden = config.size("linear_conv_kernel_dim", 4), config.size("hidden_size")
+    window = config.size("linear_conv_kernel_dim", 4)
     return DeltaNet(
         layer=layer,
         sizes=sizes,
-        into=_into(weights, name, sizes, hidden),
-        out=Linear.load(weights, {f"{name}.out_proj": hidden}, sizes.values),
+        into=_into(weights, name, sizes, parts.hidden),
+        out=parts.linear(f"{name}.out_proj", parts.hidden, sizes.values),
         conv_WC=weights.take(f"{name}.conv1d.weight", sizes.convolved, 1, window)[:, 0].T.contiguous(),
         act=activation(config),
-        rate_H=-weights.take(f"{name}.A_log", sizes.value_heads, dtype=torch.float32).exp(),
-        step_bias_H=weights.take(f"{name}.dt_bias", sizes.value_heads, dtype=torch.float32),
-        norm=RMSNorm.load(weights, f"{name}.norm", sizes.value_dim, norm_eps(config)),
+        rate_H=-parts.exact(f"{name}.A_log", sizes.value_heads).exp(),
+        step_bias_H=parts.exact(f"{name}.dt_bias", sizes.value_heads),
+        norm=RMSNorm(weights.take(f"{name}.norm.weight", sizes.value_dim), parts.eps),
         kernels=parts.kernels,
     )
 
 
 def _into(weights: Weights, name: str, sizes: Sizes, hidden: int) -> Linear:
-    """Qwen3.5 keeps the parts of this product one by one; Qwen3-Next keeps them key head by key head."""
+    """Qwen3.5 stores the parts of this product one by one, Qwen3-Next key head by key head."""
     if weights.has(f"{name}.in_proj_qkv.weight"):
         made: dict[str, Size] = {"qkv": sizes.convolved, "z": sizes.values, "b": sizes.value_heads, "a": sizes.value_heads}
         return Linear.load(weights, {f"{name}.in_proj_{each}": size for each, size in made.items()}, hidden)
@@ -227,25 +190,12 @@ def _into(weights: Weights, name: str, sizes: Sizes, hidden: int) -> Linear:
     return Linear(torch.cat([part.flatten(0, 1) for part in (*by_head, *beta_decay)]))
 
 
-def _mlp(parts: Parts, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    config, weights, act, hidden = parts.config, parts.weights, activation(parts.config), parts.config.size("hidden_size")
-    if not weights.has(f"{name}.gate.weight"):
-        return GatedMLP.load(weights, name, act, parts.kernels, hidden=hidden, inner=said(config, "intermediate_size"))
-    count = config.size("num_experts")
-    experts = MixtureOfExperts(
-        router=Linear.load(weights, {f"{name}.gate": count}, hidden),
-        route=softmax_then_top(config.size("num_experts_per_tok", most=count), sum_to_one=config.flag("norm_topk_prob", True)),
-        experts=Experts.load(
-            weights,
-            f"{name}.experts",
-            count=count,
-            hidden=hidden,
-            inner=said(config, "moe_intermediate_size"),
-            run=parts.kernels.experts,
-            combine=gated(act),
-        ),
+def _experts(parts: Parts, name: str) -> SharedExperts:
+    config, count = parts.config, parts.config.size("num_experts")
+    top = config.size("num_experts_per_tok", most=count)
+    route = softmax_then_top(top, sum_to_one=config.flag("norm_topk_prob", True))
+    return SharedExperts(
+        experts=MixtureOfExperts.load(parts, name, count, route),
+        shared=GatedMLP.load(parts, f"{name}.shared_expert", width="shared_expert_intermediate_size"),
+        gate=parts.linear(f"{name}.shared_expert_gate", 1, parts.hidden),
     )
-    inner = said(config, "shared_expert_intermediate_size")
-    shared = GatedMLP.load(weights, f"{name}.shared_expert", act, parts.kernels, hidden=hidden, inner=inner)
-    gate = Linear.load(weights, {f"{name}.shared_expert_gate": 1}, hidden)
-    return SharedExperts(experts=experts, shared=shared, gate=gate)

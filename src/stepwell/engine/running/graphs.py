@@ -4,7 +4,7 @@ A recording is for one number of requests. Where attention runs in plain torch i
 grows in steps, so that one lasts for many tokens. A shape is recorded when it occurs a second time; the first time it is computed
 in the same shape, so that the bits do not depend on what was recorded. A shape that cannot be recorded goes on being computed. A
 pass that finds no memory has all recordings dropped (`drop`), and is repeated. Only for models whose steps do the same work
-whatever the numbers are (`Decoder.steady`); all other passes are computed as usual.
+whatever the numbers are (`Decoder.graph_windows`); all other passes are computed as usual.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Graphs:
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
-        kinds = {window: Kind.PREFIX if window is None else Kind.WINDOW for window in model.steady}
+        kinds = {window: Kind.PREFIX if window is None else Kind.WINDOW for window in model.graph_windows}
         self._windows = [window for window, kind in kinds.items() if model.spec.parts(kind)]  # a recurrence alone has no pages
         self._met: set[Shape] = set()
         self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again

@@ -138,7 +138,7 @@ class Runner:
         self._pages = pages
         self._open_groups = OpenGroups(pages, device=model.device)
         self._slots = Slots(self._open_groups)
-        self._steady = bool(model.steady) and model.device.type == "cuda"
+        self._steady = bool(model.graph_windows) and model.device.type == "cuda"
         self._graphs = Graphs(model) if self._steady else None
         self._forward = model.forward if self._graphs is None else self._graphs.forward
 

@@ -1,6 +1,7 @@
-"""From a Hugging Face `config.json` to a `ModelSpec`: one builder of states per family of models.
+"""From a Hugging Face `config.json` to a `ModelSpec`: the registration of every family of models.
 
-The only place that knows models by name. Reads a mapping and returns a value; opens no file.
+The only place that knows models by name: what a family keeps, and which module of the engine builds it. Reads a mapping and
+returns a value; opens no file and imports no engine.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from stepwell.base.errors import SpecError
+from stepwell.base.errors import ConfigError, SpecError
 from stepwell.base.spec.families import attention, compressed, latent, recurrent, summaries
 from stepwell.base.spec.families.dtypes import KV_DTYPES, Dtypes, choose_dtypes
 from stepwell.base.spec.families.fields import Fields
@@ -19,68 +20,83 @@ from stepwell.base.spec.shapes import Prefix
 from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import StateSpec
 
-__all__ = ["KV_DTYPES", "from_config", "known_model_types"]
+__all__ = ["KV_DTYPES", "from_config", "known_model_types", "served_family"]
 
 DEFAULT_PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Models whose states are built alike. `model_types` as configs write them."""
+    """Models whose states and layers are built alike, under the `model_type` that configs give them.
 
-    model_types: tuple[str, ...]
-    schedule: Callable[[Fields], Schedule]  # which states each layer keeps: states are counted by it, and models built
+    `model` is the module of `stepwell.engine.models` whose `build` makes one, imported when a model is built. The engine runs
+    `model_types` with it; `planned` are known for planning alone.
+    """
+
+    model_types: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    model: str | None = None
+    schedule: Callable[[Fields], Schedule]  # the states that each layer keeps: states are counted and models built by it
     states: Callable[[Fields, Dtypes, Schedule], Iterator[StateSpec]]
-    draft: Callable[[Fields, Dtypes, int], Iterator[StateSpec]] | None = None  # for pages of so many tokens
+    draft: Callable[[Fields, Dtypes, int], Iterator[StateSpec]] | None = None  # for the tokens of a page
     page_tokens: int = DEFAULT_PAGE_TOKENS
     heads: Callable[[Fields], attention.Heads] | None = (
-        None  # of layers that look at everything, where summaries can pick for them
+        None  # of layers with full attention, if summaries can choose rows for them
     )
-    spill: Callable[[Schedule], Spill] | None = None  # of models that pick by an index of their own
+    spill: Callable[[Schedule], Spill] | None = None  # for models with an index of their own
+    fp8_rows: bool = False  # whether its attention rows have a format in eight bits
 
 
-_QWEN_LINEAR = tuple(f"qwen3_{minor}{variant}" for minor in (5, 6, 8) for variant in ("", "_text", "_moe", "_moe_text"))
+def _gqa(schedule: Callable[[Fields], Schedule], *model_types: str, planned: tuple[str, ...] = ()) -> Family:
+    return Family(
+        model_types=model_types, planned=planned, model="dense", schedule=schedule, states=attention.gqa_states,
+        heads=attention.read_heads,
+    )  # fmt: skip
 
 
-def _gqa(schedule: Callable[[Fields], Schedule], *model_types: str) -> Family:
-    return Family(model_types=model_types, schedule=schedule, states=attention.gqa_states, heads=attention.read_heads)
-
-
+_VARIANTS = ("", "_text", "_moe", "_moe_text")
 _FAMILIES = (
-    _gqa(attention.full_schedule, "llama", "minimax_m2"),
-    _gqa(attention.mixtral_schedule, "mixtral"),
+    _gqa(attention.full_schedule, "llama", planned=("minimax_m2",)),
+    _gqa(attention.mixtral_schedule, planned=("mixtral",)),
     _gqa(attention.mistral_schedule, "mistral"),
     _gqa(attention.qwen_schedule, "qwen2", "qwen3"),
-    _gqa(attention.qwen2_moe_schedule, "qwen2_moe"),
+    _gqa(attention.qwen2_moe_schedule, planned=("qwen2_moe",)),
     _gqa(attention.qwen3_moe_schedule, "qwen3_moe"),
     Family(
-        model_types=("gemma3", "gemma3_text"), schedule=attention.gemma3_schedule,
+        model_types=("gemma3", "gemma3_text"), model="gemma3", schedule=attention.gemma3_schedule,
         states=partial(attention.gqa_states, heads=attention.gemma3_heads), heads=attention.gemma3_heads,
     ),
-    Family(model_types=("gpt_oss",), schedule=attention.gpt_oss_schedule, states=attention.gqa_states),
-    Family(model_types=("mimo_v2", "mimo_v2_flash"), schedule=attention.mimo_schedule, states=attention.mimo_states),
+    Family(model_types=("gpt_oss",), model="gpt_oss", schedule=attention.gpt_oss_schedule, states=attention.gqa_states),
+    Family(planned=("mimo_v2", "mimo_v2_flash"), schedule=attention.mimo_schedule, states=attention.mimo_states),
     Family(
-        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2", "kimi_k25"), schedule=latent.mla_schedule, states=latent.mla_states,
-        draft=latent.mla_draft,
+        model_types=("deepseek_v3", "kimi_k2"), planned=("deepseek_v2", "kimi_k25"), model="deepseek_v3",
+        schedule=latent.mla_schedule, states=latent.mla_states, draft=latent.mla_draft, fp8_rows=True,
     ),
     Family(
-        model_types=("deepseek_v32",), schedule=latent.v32_schedule, states=latent.dsa_states, draft=latent.dsa_draft,
-        spill=latent.dsa_spill,
+        model_types=("deepseek_v32",), model="deepseek_v32", schedule=latent.v32_schedule, states=latent.dsa_states,
+        draft=latent.dsa_draft, spill=latent.dsa_spill, fp8_rows=True,
     ),
     Family(
-        model_types=("glm_moe_dsa",), schedule=latent.glm_schedule, states=latent.dsa_states, draft=latent.dsa_draft,
-        spill=latent.dsa_spill,
+        model_types=("glm_moe_dsa",), model="deepseek_v32", schedule=latent.glm_schedule, states=latent.dsa_states,
+        draft=latent.dsa_draft, spill=latent.dsa_spill, fp8_rows=True,
     ),
     Family(
-        model_types=("deepseek_v4",), schedule=compressed.compressed_schedule, states=compressed.compressed_states,
-        page_tokens=256,
+        model_types=("deepseek_v4",), model="deepseek_v4", schedule=compressed.compressed_schedule,
+        states=compressed.compressed_states, page_tokens=256, fp8_rows=True,
     ),
     Family(
-        model_types=("qwen3_next", *_QWEN_LINEAR), schedule=recurrent.delta_net_schedule, states=recurrent.delta_net_states
+        model_types=("qwen3_next", *(f"qwen3_5{variant}" for variant in _VARIANTS)),
+        planned=tuple(f"qwen3_{minor}{variant}" for minor in (6, 8) for variant in _VARIANTS), model="qwen3_next",
+        schedule=recurrent.delta_net_schedule, states=recurrent.delta_net_states,
     ),
-    Family(model_types=("kimi_linear", "kimi_k3"), schedule=recurrent.kimi_schedule, states=recurrent.kimi_states),
-    Family(model_types=("falcon_h1",), schedule=recurrent.falcon_h1_schedule, states=recurrent.falcon_h1_states),
-    Family(model_types=("mamba2",), schedule=recurrent.mamba2_schedule, states=recurrent.mamba2_states),
+    Family(
+        model_types=("kimi_linear", "kimi_k3"), model="kimi_linear", schedule=recurrent.kimi_schedule,
+        states=recurrent.kimi_states, fp8_rows=True,
+    ),
+    Family(
+        model_types=("falcon_h1",), model="falcon_h1", schedule=recurrent.falcon_h1_schedule, states=recurrent.falcon_h1_states,
+    ),
+    Family(model_types=("mamba2",), model="mamba2", schedule=recurrent.mamba2_schedule, states=recurrent.mamba2_states),
 )  # fmt: skip
 
 _CLASS_ENDINGS = ("ForCausalLM", "ForConditionalGeneration")
@@ -126,7 +142,15 @@ def from_config(
 
 
 def known_model_types() -> tuple[str, ...]:
-    return tuple(sorted(model_type for family in _FAMILIES for model_type in family.model_types))
+    return tuple(sorted(model_type for family in _FAMILIES for model_type in (*family.model_types, *family.planned)))
+
+
+def served_family(model_type: str) -> Family:
+    """The family of a `model_type` that the engine runs. Raises ConfigError for any other."""
+    families = {each: family for family in _FAMILIES for each in family.model_types}
+    if model_type not in families:
+        raise ConfigError(f"the engine cannot run {model_type or 'this model'!r}; it runs {', '.join(sorted(families))}")
+    return families[model_type]
 
 
 def _family_of(text: Fields, outer: Fields) -> Family:
@@ -192,4 +216,4 @@ def _key(name: str) -> str:
     return name.replace("_", "").replace(".", "").lower()
 
 
-_BY_KEY = {_key(model_type): family for family in _FAMILIES for model_type in family.model_types}
+_BY_KEY = {_key(name): family for family in _FAMILIES for name in (*family.model_types, *family.planned)}

@@ -17,7 +17,7 @@ from engine.drafted import Letters, engine_for
 from engine.small import alone, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.engine import Ask, Delta, Engine, Finish, Limits, Sampling
-from stepwell.engine.ops.drawing import UNSOUND, pick
+from stepwell.engine.ops.drawing import NAN_LOGITS, pick
 from stepwell.engine.ops.editing import FORBIDDEN, Edit, edited
 from stepwell.engine.requests.request import Chunk
 from stepwell.engine.scheduling.scheduler import Scheduler
@@ -75,7 +75,7 @@ def test_tokens_that_may_not_come_are_not_drawn_and_rows_that_are_no_numbers_sta
     logits_BV = torch.zeros(2, 40)
     logits_BV[1, 7] = torch.nan
     edits = [Edit(allowed=ids(1 << 5, 0)), Edit(allowed=ids(1 << 5, 0), forbidden=ids(7))]
-    assert pick(edited(logits_BV, edits), [None, None]).tolist() == [5, UNSOUND]
+    assert pick(edited(logits_BV, edits), [None, None]).tolist() == [5, NAN_LOGITS]
 
 
 SETTINGS: list[dict[str, Any]] = [

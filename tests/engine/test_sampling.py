@@ -12,7 +12,7 @@ import torch
 from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.engine import Ask, Limits, Sampling
 from stepwell.engine.ops import drawing
-from stepwell.engine.ops.drawing import UNSOUND, Draw, pick
+from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, pick
 from stepwell.engine.sampling.choices import number_for
 
 COUNT = 4000  # numbers that distributions are tried with
@@ -151,9 +151,9 @@ def test_rows_that_are_no_numbers_are_marked_and_hurt_no_other() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, nan, 0.0], [0.0, 1.0, -inf], [nan] * 3, [0.0, inf, 0.0], [2.0, 1.0, 0.0]])
     cut = [PLAIN._replace(top_k=1), PLAIN._replace(top_k=1, top_p=0.5), PLAIN._replace(top_p=1e-9)]
     for draw in (None, *cut, PLAIN._replace(temperature=1e-6)):
-        assert pick(logits_BV, [draw] * 6).tolist() == [1, *[UNSOUND] * 4, 0]
+        assert pick(logits_BV, [draw] * 6).tolist() == [1, *[NAN_LOGITS] * 4, 0]
     for draw in (*cut, PLAIN._replace(top_p=0.999, number=0.999), PLAIN._replace(top_k=3, number=0.999)):
-        assert pick(logits_BV, [draw] * 6).tolist()[1:5] == [UNSOUND] * 4
+        assert pick(logits_BV, [draw] * 6).tolist()[1:5] == [NAN_LOGITS] * 4
     assert pick(logits_BV[:0], []).tolist() == []
 
 

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from engine.small import prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
 from stepwell.engine import Ask, Sampling  # noqa: E402
-from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick, pick  # noqa: E402
+from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, Pick, pick  # noqa: E402
 from stepwell.engine.requests.request import Chunk  # noqa: E402
 from stepwell.engine.sampling.choices import number_for  # noqa: E402
 
@@ -111,7 +111,7 @@ def test_rows_that_are_no_numbers_are_marked_and_leave_the_device_sound(choose: 
     for top_k, top_p in ((None, 1.0), (None, 0.9), (5, 1.0), (5, 0.9)):
         draw = Draw(temperature=0.5, top_k=top_k, top_p=top_p, number=0.999)
         tokens = choose(logits_BV, [draw] * 5).tolist()
-        assert tokens[:4] == [UNSOUND] * 4 and tokens[4] > 0
+        assert tokens[:4] == [NAN_LOGITS] * 4 and tokens[4] > 0
     torch.cuda.synchronize()
 
 

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from stepwell.engine.ops.drawing import UNSOUND, Draw, pick
+from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, pick
 from stepwell.engine.sampling.choices import number_for
 
 pytest.importorskip("triton")
@@ -86,7 +86,7 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
 def test_rows_that_are_no_numbers_are_marked_and_hurt_no_other() -> None:
     logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, NAN, 0.0], [0.0, 1.0, -INF], [NAN] * 3, [0.0, INF, 0.0], [2.0, 1.0, 0.0]])
     for draw in (None, PLAIN._replace(top_k=1), PLAIN._replace(top_k=2, top_p=0.5), PLAIN._replace(top_p=1e-9)):
-        assert same(logits_BV, [draw] * 6) == [1, *[UNSOUND] * 4, 0]
+        assert same(logits_BV, [draw] * 6) == [1, *[NAN_LOGITS] * 4, 0]
 
 
 def test_a_row_draws_the_same_in_every_batch_and_wherever_its_logits_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from stepwell.engine.ops.on_triton.from_host import TritonFromHost
+from stepwell.engine.ops.on_triton.host_copies import TritonFromHost
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

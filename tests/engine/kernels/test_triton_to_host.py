@@ -8,7 +8,7 @@ import torch
 from stepwell.engine.ops.to_host import to_host
 
 pytest.importorskip("triton")
-from stepwell.engine.ops.on_triton.to_host import TritonToHost
+from stepwell.engine.ops.on_triton.host_copies import TritonToHost
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,12 +1,12 @@
-"""Selectors of models whose attention keeps keys and values per head: which tokens a query looks at, by summaries of their keys.
+"""Selectors for models with keys and values per head: they choose the tokens that a query attends to, by summaries of their keys.
 
     tokens     | s s s s | . . . . | x x x x | . . . . | r r r r | r r        units of 4; the query is the last token
     picked       sinks              best units            recent ones, and those of the query's own unit
 
-A query that sees no more than `count` tokens looks at all of them; any other at exactly `count`: those that are always picked,
-then units by their scores, the last of them cut behind as many tokens as fit. What is picked depends on a query, its position and
-the keys before it alone, never on how passes cut the tokens. As with the index of DeepSeek's models (`models/indexer.py`), the
-outcome is a `Selection`, and whoever attends does not know who picked.
+A query that sees no more than `count` tokens attends to all of them; any other to exactly `count`: those that are always picked,
+then units by their scores, the last of them cut off at `count`. The choice depends on a query, its position and the keys before
+it alone, never on how passes cut the tokens. As with the index of DeepSeek's models (`models/indexer.py`), the outcome is a
+`Selection`, and attention does not depend on its origin.
 
 Summaries are a state of the model, cached with its pages. Those of runs are made in their layer, before anybody picks; those of
 single tokens behind the pass, for all layers at once: a token does not ask for the summary of its own unit, whole or not. Either
@@ -38,7 +38,7 @@ _HEAD_BYTES, _TOKEN_BYTES = 4, 32  # of a token: a score for each key head, and 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Selector:
-    """Picks `count` tokens a query by the rows of `state`, which are made of the keys in the rows of `keys`."""
+    """Picks `count` tokens a query by the rows of `state`, which summarise the keys in the rows of `keys`."""
 
     state: str
     keys: str
@@ -51,7 +51,7 @@ class Selector:
     best: Best = best
 
     def keep(self, rows: Rows, summaries: Rows, paging: Paging, rows_of: RowsOf) -> None:
-        """Once a layer's keys are written: the summaries of units that runs complete. `paging` is of prefix pages."""
+        """Writes the summaries of units that runs complete, once a layer's keys are written. `paging` is of prefix pages."""
         if paging.num_singles == len(paging.looks):
             return
         plan = ("units", self.summary.unit)
@@ -64,7 +64,7 @@ class Selector:
             summaries.write(page_U, unit_U, made_UC)
 
     def finish(self, batch: Batch) -> None:
-        """Behind a pass: the summaries of units that single tokens complete, in all layers."""
+        """Writes, after a pass, the summaries of units that single tokens complete, in all layers."""
         singles = batch.segments[: batch.num_singles]
         spans = [(each.position, each.end, each.prefix_pages) for each in singles if not each.end % self.summary.unit]
         if not spans:
@@ -86,7 +86,7 @@ class Selector:
     def select_last(
         self, query_NHD: torch.Tensor, summaries: Rows, part: Singles | Run, *, scale: float, scored: int = 0
     ) -> Picked | None:  # fmt: skip
-        """What the last token of a run would look at, or each of some singles, were it one that picks; None for everything."""
+        """The rows that the last token of a run, or each of some singles, would pick; None for all rows."""
         first = part.stop - part.start - 1 if isinstance(part, Run) else 0
         return self._pick(query_NHD, summaries, part, scale, first, scored)
 
@@ -117,7 +117,7 @@ class Selector:
 
     @staticmethod
     def _first(part: Singles | Run) -> int:
-        """How many of a part's queries look at everything: those before the others."""
+        """The number of a part's first queries that attend to everything."""
         if isinstance(part, Singles):
             return 0 if part.picks else part.stop - part.start
         return min(max(part.picks_from - part.position, 0), part.stop - part.start)
@@ -152,6 +152,6 @@ class Selector:
 
     @staticmethod
     def _blocks(first: int, stop: int, query_bytes: int) -> Iterator[slice]:
-        """Queries, as many at a time as memory allows, and at least one."""
+        """Queries in blocks of bounded memory, with at least one query."""
         size = max(BLOCK_BYTES // query_bytes, 1)
         return (slice(start, min(start + size, stop)) for start in range(first, stop, size))

@@ -1,4 +1,4 @@
-"""Attention over pages, in plain torch: runs everywhere, and is what faster kernels are compared with.
+"""Attention over pages, in plain torch: runs everywhere, and is the reference of faster kernels.
 
 A row of `kv` holds one token's keys and values, head by head: `[head][key | value]`; or it is key and value in one, as a
 latent is. Axes: N tokens, H query heads, K key heads, G query heads per key head, D width of a key, V of a value, B singles,
@@ -34,10 +34,10 @@ def attend(
     query_NHD: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, key_dim: int | None, scale: float,
     sinks_H: torch.Tensor | None = None, cap: float | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What each query sees in its pages: `[N, H, V]`.
+    """The attention of each query over its pages: `[N, H, V]`.
 
-    `key_dim` None: all of a row is its key, and its value too. `sinks_H` are scores that take weight and give no value. `cap`
-    keeps the other scores within it, by tanh.
+    `key_dim` None: the whole row is its key, and its value too. `sinks_H` are scores that take weight and have no value. `cap`
+    bounds the other scores, by tanh.
     """
     parts = [
         attend_part(
@@ -49,7 +49,7 @@ def attend(
 
 
 def attend_latent(query_NHC: torch.Tensor, rows: Rows, paging: Paging, *, rank: int, scale: float) -> torch.Tensor:
-    """What each query sees of latents, the first `rank` channels of rows that are key and value in one: `[N, H, R]`."""
+    """The same over latents, the first `rank` channels of rows that are key and value in one: `[N, H, R]`."""
     return attend(query_NHC, rows, paging, heads=1, key_dim=None, scale=scale)[..., :rank]
 
 
@@ -67,7 +67,7 @@ def attend_part(
     key, value = _gather(rows, part.pages_P[None], heads, key_dim)
     query_KGND = query_NHD.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
     if key_dim is None and sinks_H is None:
-        return _lend(query_KGND[0], key, value, part, scale, cap)
+        return _broadcast_kv_head(query_KGND[0], key, value, part, scale, cap)
     group, length = query_KGND.shape[1:3]
     sinks = None if sinks_H is None else sinks_H.repeat_interleave(length)
     out_KXV = weigh(query_KGND.flatten(1, 2)[None], key, value, part.mask_for(group), scale, sinks, cap)[0]
@@ -76,20 +76,20 @@ def attend_part(
 
 
 def _blocks(rows: Rows, singles: Singles) -> Iterator[slice]:
-    """Singles that are looked at together: all of them, unless rows are copied for them from wherever they are."""
+    """Singles that are computed together: all of them, unless their rows must be copied from the host."""
     count, pages = singles.table_BP.shape
     page_bytes = rows.stored_PRE.shape[1] * rows.stored_PRE.shape[2] * rows.stored_PRE.element_size()
     size = count if rows.places is None else max(READ_AT_ONCE_BYTES // (pages * page_bytes), 1)
     yield from (slice(start, start + size) for start in range(0, count, size))
 
 
-def _lend(
+def _broadcast_kv_head(
     query_HND: torch.Tensor, key_11TD: torch.Tensor, value_11TV: torch.Tensor, run: Run, scale: float, cap: float | None
 ) -> torch.Tensor:
-    """One key head, lent to every query head instead of tiling the mask for each: of latents there are a hundred.
+    """MQA: expands the one KV head instead of tiling the mask per query head. Latents have a hundred query heads.
 
-    Heads are the batch. As heads over keys that do not move from one to the next, they would run into a mistake of torch's
-    memory-efficient kernel on CUDA: wherever a last block has one query alone (65, 97, 129 of them), its output is another's.
+    Heads are the batch. As heads over keys with a stride of 0 they would meet a bug of torch's memory-efficient kernel on CUDA:
+    if a last block has a single query (65, 97, 129 of them), its output is another query's.
     """
     key_H1TD, value_H1TV = (each.expand(len(query_HND), 1, -1, -1) for each in (key_11TD, value_11TV))
     return weigh(query_HND[:, None], key_H1TD, value_H1TV, run.mask_NT, scale, cap=cap)[:, 0].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Attention to compressed entries, in plain torch: runs everywhere, and is what faster kernels are compared with.
+"""Attention to compressed entries, in plain torch: runs everywhere, and is the reference of faster kernels.
 
     entry      of a group: its tokens' values, weighed channel by channel by a softmax over their gates
     overlap    the first half of a group's channels counts for the entry after it, the second half for its own
@@ -90,14 +90,14 @@ class Overlap:
         self.bytes_PB[groups.point_Z] = bytes_ZB
 
 
-# ---- looking at them ------------------------------------------------------------------------------
+# ---- attention ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Index:
-    """How a layer picks entries: for each token the `count` best by the sum over heads of weight * relu(query . key), in fp32.
+    """Selects entries: for each token the `count` best by the sum over heads of weight * relu(query . key), in fp32.
 
-    Of equal ones the first. Where nobody sees more than `count` entries nothing is scored.
+    Of equal ones the first. Nothing is scored if no token sees more than `count` entries.
     """
 
     query_NID: torch.Tensor
@@ -106,7 +106,7 @@ class Index:
     count: int
 
     def pick(self, seen: Seen, key_SWD: torch.Tensor, tokens: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Entries that some tokens of each segment look at, `[S, T, K]`, and which of those they may not see."""
+        """The entries that some tokens of each segment attend to, `[S, T, K]`, and which of them they may not see."""
         query_STID = _of(self.query_NID, seen)[:, tokens].float()
         likeness_STIW = _products(query_STID, key_SWD).relu_()
         score_STW = (_of(self.weight_NI, seen)[:, tokens, None].float() @ likeness_STIW).squeeze(2)
@@ -118,7 +118,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Entries:
-    """What a layer looks at beside its window: all entries, or those an index picks."""
+    """The entries that a layer attends to in addition to its window: all of them, or those that an index selects."""
 
     groups: Groups
     rows: Rows
@@ -134,7 +134,7 @@ class AttendShared(Protocol):
 def attend_shared(
     query_NHD: torch.Tensor, rows: Rows, paging: Paging, entries: Entries | None, *, scale: float, sinks_H: torch.Tensor
 ) -> torch.Tensor:
-    """What each query sees in its window, and in entries: `[N, H, D]`."""
+    """The attention of each query over its window and over entries: `[N, H, D]`."""
     outs = []
     looks = [(each.table_BP, each.mask_BT[:, None], each.start, each.stop) for each in paging.singles]
     looks += [(each.pages_P[None], each.mask_NT[None], each.start, each.stop) for each in paging.runs]
@@ -203,6 +203,6 @@ def _of(x_N: torch.Tensor, seen: Seen) -> torch.Tensor:
 
 
 def _blocks(length: int, numbers: int) -> Iterator[slice]:
-    """Tokens, as many at a time as memory allows for so many numbers each, and at least one."""
+    """Tokens in blocks of bounded memory, for `numbers` numbers each, with at least one token."""
     size = max(BLOCK_NUMBERS // numbers, 1)
     return (slice(start, start + size) for start in range(0, length, size))

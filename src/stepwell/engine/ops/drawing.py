@@ -3,9 +3,9 @@
     weights          | 3 | 0 | 9 | 1 | 0 | 4 |      whole numbers; tokens that are cut away weigh 0
     running sums     | 3 | 3 |12 |13 |13 |17 |      a random number of 0.5 is 8 of 17, and the third is the first above 8
 
-What a row draws depends on its logits and its settings alone: not on who is in the batch, nor on the device. Weights are whole
-numbers, less than 2**52 in all, so their sums are exact in whatever order they are made. A weight is made by products and sums in
-fp32, each rounded by itself, and by no library's `exp`: those differ in the last bit. The host never waits.
+What a row draws depends on its logits and its settings alone, and neither on the rest of the batch nor on the device. Weights
+are whole numbers, less than 2**52 in all, so their sums are exact in whatever order they are made. A weight is made by products
+and sums in fp32, each rounded by itself, and by no library's `exp`: those differ in the last bit. The host never waits.
 
 Axes: B rows, V tokens of the vocabulary, C candidates (all tokens, or the likeliest), N weights, P parts, S weights in a part.
 """
@@ -23,12 +23,12 @@ from torch.nn.functional import pad
 
 from stepwell.engine.passes.numbers import on_device
 
-UNSOUND = -1  # in place of a token: its logits are not numbers
+NAN_LOGITS = -1  # instead of a token: the row holds something other than numbers
 DRAWN_TOGETHER = 2**22  # logits: what drawing needs of memory does not grow with the batch
 EXACT_BITS = 52  # whole numbers up to this are exact in float64, with one bit to spare
 LONG_ROW = 2**14
 DIGITS = {False: ((21, 11), (10, 11), (0, 10)), True: ((16, 16), (0, 16))}  # of 32 bits, for short and long rows: from, and bits
-BLOCK = 256  # tokens of which only the likeliest is looked at, unless it is among the likeliest of all blocks
+BLOCK = 256  # tokens; only the likeliest blocks are searched
 PART = 128  # weights that are summed before one of them is looked for: running sums of long rows are slow on a GPU
 
 MOST_OCTAVES = 63  # halvings, after which a weight is nothing
@@ -61,8 +61,8 @@ def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
 
     Rows are cut to the `top_k` likeliest tokens, then to the fewest of these that make up `top_p` of what they weigh together. Of
     equally likely tokens those with the smaller ids are kept. Weights are rounded down to whole numbers: tokens that are less
-    likely than the likeliest by 2**-33, in a vocabulary of 262,144, are never drawn. A row that holds something else than numbers
-    gives UNSOUND.
+    likely than the likeliest by 2**-33, in a vocabulary of 262,144, are never drawn. A row that holds something other than
+    numbers gives NAN_LOGITS.
     """
     assert len(logits_BV) == len(draws), f"{len(draws)} draws from {len(logits_BV)} rows"
     assert logits_BV.dtype == torch.float32, f"logits must be in fp32, got {logits_BV.dtype}"
@@ -76,7 +76,7 @@ def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None]) -> torch.Tensor:
         else:
             row_B = on_device(rows, logits_BV.device)
             token_B.index_copy_(0, row_B, _drawn(logits_BV[row_B], high_B[row_B, None], alike))
-    return token_B.where(sound_B, UNSOUND)
+    return token_B.where(sound_B, NAN_LOGITS)
 
 
 def settings_of(draws: Sequence[Draw | None], vocab: int) -> npt.NDArray[np.float64]:

@@ -1,9 +1,10 @@
-"""Logits as a request wants them changed before a token is chosen: biases, penalties, tokens that may not come.
+"""Changes of logits before a token is chosen: biases, penalties, forbidden tokens.
 
     bias, repetition, frequency and presence, forbidden, allowed, min-p        in this order, as vLLM has it
 
-Every sum is of one row and one token, so a row comes out alike in every batch. Forbidden tokens get a logit that is a number, if
-a very low one: a row that holds something else is one whose model is broken, and stays so. The host never waits. Plain torch.
+Every sum is of one row and one token, so a row gets the same result in every batch. Forbidden tokens get a very low but finite
+logit: a row that holds something other than numbers comes from a broken model, and stays recognisable. The host never waits.
+Plain torch.
 
 Axes: B rows, V tokens of the vocabulary, E rows that are edited, N places in them, W words of 32 tokens each.
 """
@@ -22,7 +23,7 @@ from stepwell.engine.passes.numbers import Send, copy, on_device
 
 FORBIDDEN = -3.0e38
 WORD_BITS = 32
-EDITED_TOGETHER = 2**22  # logits: what edits need of memory beside a copy does not grow with the batch
+EDITED_TOGETHER = 2**22  # logits: the memory of edits, apart from one copy, does not grow with the batch
 
 Ids = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.float64]
@@ -72,7 +73,7 @@ def _edited(logits_EV: torch.Tensor, edits: Sequence[Edit], send: Send) -> torch
     put([(e.biased, e.biases) for e in edits], lambda logit_N, bias_N: logit_N + bias_N)
     put([(e.repeated, np.full(len(e.repeated), e.repetition)) for e in edits], _repeated)
     put([(e.used, e.penalties) for e in edits], lambda logit_N, penalty_N: logit_N - penalty_N)
-    put([(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in edits], _unless_unsound)
+    put([(e.forbidden, np.full(len(e.forbidden), FORBIDDEN)) for e in edits], _if_finite)
     _forbid_others(logits_EV, edits, send)
     _forbid_unlikely(logits_EV, edits, send)
     return logits_EV
@@ -95,7 +96,7 @@ def _repeated(logit_N: torch.Tensor, penalty_N: torch.Tensor) -> torch.Tensor:
     return torch.where(logit_N > 0, logit_N / penalty_N, logit_N * penalty_N)
 
 
-def _unless_unsound(logit_N: torch.Tensor, value_N: torch.Tensor) -> torch.Tensor:
+def _if_finite(logit_N: torch.Tensor, value_N: torch.Tensor) -> torch.Tensor:
     return torch.where(logit_N.isfinite(), value_N, logit_N)
 
 

@@ -2,10 +2,10 @@
 
     out = sum over a token's choices of share * down(combine(gate(x), up(x)))
 
-Takes packed tokens `[N, C]` and returns the same shape and type, whatever requests they belong to: they are sorted by expert,
+Takes packed tokens `[N, C]` and returns the same shape and type, whichever requests they belong to: they are sorted by expert,
 and each expert runs once over its own. A token's K results are added in the order of its choices, so that the order depends
-neither on its neighbours nor on chance. Never chooses experts: that is a family's route. Waits for the device, so that it cannot
-be recorded in a CUDA graph; `on_triton/experts.py` can.
+neither on its neighbours nor on chance. Never chooses experts: that is a family's route. Waits for the device, so it cannot be
+captured in a CUDA graph; `on_triton/experts.py` can.
 
 Axes: N tokens, C channels, E experts, K experts a token, I inner channels, X = N * K visits sorted by expert.
 """
@@ -42,7 +42,7 @@ RunExperts = Callable[[torch.Tensor, Routing, ExpertWeights, Combine], torch.Ten
 
 
 def run_experts(x_NC: torch.Tensor, routing: Routing, weights: ExpertWeights, combine: Combine) -> torch.Tensor:
-    """One product after the other, for each expert that has visitors."""
+    """One product after the other, for each expert with tokens."""
     num_experts, (length, top) = weights.gate_up_EIC.shape[0], routing.expert_NK.shape
     expert_X, order_X = routing.expert_NK.flatten().sort(stable=True)
     stops_E = torch.searchsorted(expert_X, torch.arange(num_experts, device=x_NC.device), right=True, out_int32=True)

@@ -1,8 +1,8 @@
 """A fast operation with its reference in plain torch as the fallback, and the report of which of them runs.
 
 An operation whose kernel a library cannot build or launch runs in plain torch from then on, with one warning and a count:
-slower, never wrong. What a library has no kernel for runs there too, and is logged once. Every other error fails the pass: an
-assertion or a wrong argument in this package is a bug, and a fallback would hide it behind slow answers.
+slower, never wrong. Inputs for which a library has no kernel run there too, and are logged once. Every other error fails the
+pass: an assertion or a wrong argument in this package is a bug, and a fallback would hide it behind slow answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class NoKernel(Exception):
-    """Raised by a fast operation, before it has written anything: what it was given is not for it. Says what that was."""
+    """Raised by a fast operation, before it has written anything: it has no kernel for its input, which the message names."""
 
 
 class NotYet(NoKernel):
@@ -31,7 +31,7 @@ class NotYet(NoKernel):
 
 @dataclass(slots=True)
 class Report:
-    """What runs each operation, for people: which library, what it has no kernel for, and which failed and why."""
+    """What runs each operation: which library, what it has no kernel for, and which failed and why."""
 
     chosen: dict[str, str] = field(default_factory=dict)
     left: dict[str, list[str]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Report:
     changes: int = 0  # how often operations got kernels that had been compiled: measured speeds hold until then
 
     def leave(self, name: str, what: str) -> None:
-        """Something that a library has no kernel for runs in plain torch. Said once."""
+        """Notes an input that a library has no kernel for, which plain torch runs. Logs it once."""
         if what not in (left := self.left.setdefault(name, [])):
             left.append(what)
             log.warning("%s: %s has no kernel for %s, so plain torch runs it, slowly", name, self.chosen.get(name), what)
@@ -89,7 +89,7 @@ class Guarded:
             if is_out_of_memory(error):
                 raise  # not the kernel's fault, and plain torch needs no less
             if not _of_a_library(error) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-                raise  # a bug of ours; or a step that was computed before it is captured
+                raise  # a bug of ours; or a step that ran before and is being captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._report.failed[self._name] = f"{type(error).__name__}: {reason:.200}"
             library = self._report.chosen.get(self._name, "its library")

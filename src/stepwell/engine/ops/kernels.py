@@ -191,12 +191,11 @@ def _triton(report: Report) -> dict[str, Any]:
     from stepwell.engine.ops.on_triton import pointwise as fast
     from stepwell.engine.ops.on_triton.drawing import pick as fast_pick
     from stepwell.engine.ops.on_triton.experts import run_experts_grouped
-    from stepwell.engine.ops.on_triton.from_host import TritonFromHost
+    from stepwell.engine.ops.on_triton.host_copies import TritonFromHost, TritonToHost
     from stepwell.engine.ops.on_triton.rows import write_rows
     from stepwell.engine.ops.on_triton.selection import TritonSelect
     from stepwell.engine.ops.on_triton.selection import best as fast_best
     from stepwell.engine.ops.on_triton.shared import TritonShared
-    from stepwell.engine.ops.on_triton.to_host import TritonToHost
     from stepwell.sparse.triton_fetch import fetch as fast_fetch
     from stepwell.sparse.triton_read import read as fast_read
     from stepwell.sparse.triton_resolve import resolve as fast_resolve

@@ -1,5 +1,5 @@
-"""Attention over picked rows that hold keys and values per head, in plain torch: runs everywhere, and is what faster kernels are
-compared with.
+"""Attention over picked rows that hold keys and values per head, in plain torch: runs everywhere, and is the reference of faster
+kernels.
 
     gathered   a query's picked rows, back to back: single tokens, and runs so short that this reads less
     masked     all rows of a run once, with what a query did not pick masked: long runs, whose queries pick most rows together
@@ -35,7 +35,7 @@ def attend_picked(
     query_NHD: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, heads: int, key_dim: int, scale: float,
     cap: float | None = None, block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:  # fmt: skip
-    """What each query sees in the rows that were picked for it, or in all where none were: `[N, H, V]`. `cap` as in `attend`."""
+    """The attention of each query over its picked rows, or over all if none were picked: `[N, H, V]`. `cap` as in `attend`."""
     seen = [
         attend_part(query_NHD[part.start : part.stop], rows, part, heads=heads, key_dim=key_dim, scale=scale, cap=cap)
         if picked is None
@@ -87,7 +87,7 @@ class _Look:
             yield self._weigh(query_XHD[at].unflatten(1, (self.heads, -1)), row_XKPE, mask_XP[:, None, None]).flatten(1, 2)
 
     def in_run(self, query_NHD: torch.Tensor, run: Run, picked: Picked) -> Iterator[torch.Tensor]:
-        """The first queries look at everything, the others at what they picked."""
+        """The first queries attend to everything, the others to the rows that they picked."""
         picking, context = len(query_NHD) - picked.first, len(run.pages_P) * self.rows.stored_PRE.shape[1]
         if not picked.first and picking * picked.position_XK.shape[1] <= context:
             yield from self.gathered(query_NHD, run.pages_P[None], run.position_N, picked.position_XK)
@@ -110,6 +110,6 @@ class _Look:
         return weigh(query_BKXD, key, value, mask, self.scale, cap=self.cap)
 
     def _blocks(self, count: int, query_numbers: int) -> Iterator[slice]:
-        """Queries, as many at a time as memory allows, and at least one."""
+        """Queries in blocks of bounded memory, with at least one query."""
         size = max(self.block_bytes // (query_numbers * _WIDTH_BYTES), 1)
         return (slice(start, min(start + size, count)) for start in range(0, count, size))

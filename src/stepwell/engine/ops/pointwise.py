@@ -1,6 +1,6 @@
-"""What stands between the products of a layer, in plain torch: norms, rotations, gates, keys and values on their way to pages.
+"""The operations between the products of a layer, in plain torch: norms, rotations, gates, writing keys and values to pages.
 
-Runs everywhere, and is what faster kernels are compared with. Axes: N tokens, C channels, H query heads, K key heads, D width of
+Runs everywhere, and is the reference of faster kernels. Axes: N tokens, C channels, H query heads, K key heads, D width of
 a head, I inner channels.
 """
 
@@ -69,10 +69,10 @@ def rotate(x_NHD: torch.Tensor, angles: Angles) -> torch.Tensor:
 def write_keys_values(
     qkv_NX: torch.Tensor, rows: Rows, paging: Paging, *, heads: int, kv_heads: int, norms: HeadNorms | None, angles: Angles | None
 ) -> torch.Tensor:
-    """Puts every token's keys and values where they belong, and returns its queries, `[N, H, D]`.
+    """Writes every token's keys and values to its page, and returns its queries, `[N, H, D]`.
 
-    `qkv_NX` has queries, keys and values side by side. Queries and keys are normed, then rotated, where there is something to do
-    it with. A row in a page is `[head][key | value]`.
+    `qkv_NX` has queries, keys and values side by side. Queries and keys are normed and rotated, where `norms` and
+    `angles` are given. A row in a page is `[head][key | value]`.
     """
     asked_NXD, value_NKD = qkv_NX.unflatten(1, (heads + 2 * kv_heads, -1)).split((heads + kv_heads, kv_heads), dim=1)
     if norms is not None:

@@ -1,15 +1,15 @@
-"""Layers that remember by a state of fixed size, in plain torch: runs everywhere, and is what faster kernels are compared with.
+"""Recurrent layers, whose state has a fixed size, in plain torch: runs everywhere, and is the reference of faster kernels.
 
-Gated delta nets, Kimi's and Mamba-2 are one recurrence. A head's state is a matrix that fades, takes in one token, and is asked:
+Gated delta nets, Kimi's and Mamba-2 are one recurrence. A head's state is a matrix that decays, takes in a token, is queried:
 
     state = exp(decay) * state + key ⊗ new,    out = query @ state
     new   = value                                         Mamba-2: query is C, key is B, value is dt * x
-    new   = beta * (value - key @ (exp(decay) * state))   delta rule: only what the state does not say already
+    new   = beta * (value - key @ (exp(decay) * state))   delta rule: only what the state does not hold already
 
 A head's decay is one number, or with Kimi one for each channel of its keys: `[N, H]` or `[N, H, D]`.
 
-Before it stands a short convolution, whose state is its last inputs. A pass takes singles in one step together and each run in
-chunks of tokens; what a segment that starts at token 0 finds in its page is never looked at. Knows no weights and no models.
+A short convolution comes before it, whose state is its last inputs. A pass takes singles in one step together and each run in
+chunks of tokens; a segment that starts at token 0 never reads its page. Knows no weights and no models.
 
 Axes: N tokens of a batch, S segments, B singles, T tokens of a run, C channels, W columns of a convolution's window, K key heads,
 G value heads per key head, H = K * G value heads, D width of a key, V of a value, X = G * V. A page holds `conv` as `[W, C]`,
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from stepwell.engine.ops.fades import ChannelFades, Fades, HeadFades
+from stepwell.engine.ops.decay import ChannelDecay, Decay, HeadDecay
 from stepwell.engine.ops.pointwise import Activation
 from stepwell.engine.ops.recurrent_tokens import Ready, Tokens
 from stepwell.engine.passes.batch import Batch
@@ -34,12 +34,12 @@ from stepwell.engine.passes.pages import DevicePages
 
 CHUNK_TOKENS = 64
 
-Outcome = tuple[torch.Tensor, torch.Tensor]  # what comes out, and the state after it
+Outcome = tuple[torch.Tensor, torch.Tensor]  # the output, and the state after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Points:
-    """Where the point states of a batch lie. Made once for a pass; reads and writes only the pages of its segments."""
+    """The point states of a batch. Made once for a pass; reads and writes only the pages of its segments."""
 
     pages: DevicePages
     page_S: torch.Tensor
@@ -47,8 +47,8 @@ class Points:
     spans: tuple[tuple[slice, slice], ...]  # segments and their rows: all singles first, then run by run
     num_singles: int
     starts: Sequence[int]  # segment s has rows [starts[s], starts[s + 1])
-    send: Send = copy  # how larger numbers go to the device
-    plans: dict[Hashable, Any] = field(default_factory=dict)  # what kernels work out once for all layers
+    send: Send = copy  # copies larger arrays to the device
+    plans: dict[Hashable, Any] = field(default_factory=dict)  # computed by kernels once for all layers
 
     @classmethod
     def of(cls, batch: Batch) -> Points:
@@ -76,7 +76,7 @@ class Points:
         return state_SE.view(-1, *shape)
 
     def write(self, name: str, layer: int, states: list[torch.Tensor], *, first: int = 0) -> None:
-        """Puts back the states of all segments from `first` on, in parts as `spans` has them."""
+        """Writes the states of all segments from `first` on, in parts as `spans` has them."""
         layer_PRE = self.pages.layer_PRE(name, layer)
         layer_PRE[self.page_S[first:], 0] = torch.cat(states).flatten(1).to(layer_PRE.dtype)
 
@@ -99,7 +99,7 @@ def convolve(
 
 
 def recur(points: Points, layer: int, tokens: Tokens) -> torch.Tensor:
-    """The recurrence over a batch, `[N, H, V]` in fp32; the delta rule where there is a beta. Moves the layer's `ssm` on."""
+    """The recurrence over a batch, `[N, H, V]` in fp32; the delta rule if there is a beta. Moves the layer's `ssm` on."""
     return tokens.skipped(recur_ready(points, layer, tokens.ready()))
 
 
@@ -155,8 +155,8 @@ def step(
     by_head = decay.ndim == 2
     fade = decay.to(kind).exp()[..., None, None] if by_head else decay.to(kind).exp()[..., None]  # [B, H, 1 or D, 1]
     # the state is large and read once: out = query @ (faded + key ⊗ new) = query @ faded + (query . key) new
-    asking_BH2D = torch.stack([query, key], dim=2)
-    past_BH2V = asking_BH2D @ state_BHDV * fade if by_head else asking_BH2D * fade.mT @ state_BHDV
+    query_BH2D = torch.stack([query, key], dim=2)
+    past_BH2V = query_BH2D @ state_BHDV * fade if by_head else query_BH2D * fade.mT @ state_BHDV
     new_BHV = value_BHV.to(kind)
     if beta_BH is not None:
         new_BHV = beta_BH.to(kind)[..., None] * (new_BHV - past_BH2V[:, :, 1])
@@ -169,7 +169,7 @@ def scan(
     beta_TH: torch.Tensor | None = None, *, chunk: int = CHUNK_TOKENS,
 ) -> Outcome:  # fmt: skip
     """All tokens of one run, chunk by chunk, in the number format of the state; inside a chunk there is no loop over tokens."""
-    if decay.ndim == 3:  # each value head sees its own channels of a key fade: none can share products
+    if decay.ndim == 3:  # the channels of a key decay differently for each value head: none can share products
         group = value_THV.shape[1] // key_TKD.shape[1]
         query_TKD, key_TKD = (each.repeat_interleave(group, dim=1) for each in (query_TKD, key_TKD))
     kind, heads, value_dim = state_HDV.dtype, key_TKD.shape[1], value_THV.shape[2]
@@ -180,43 +180,43 @@ def scan(
     outs = []
     for start in range(0, query_TKD.shape[0], chunk):
         at = slice(start, start + chunk)
-        fades, beta_KGT1 = _fades(key_KTD[:, at], decay[at]), None if beta_KGT is None else beta_KGT[..., at, None]
-        out_KGTV, state_KDX = _chunk(query_KTD[:, at], key_KTD[:, at], value_KGTV[:, :, at], fades, state_KDX, beta_KGT1)
+        decays, beta_KGT1 = _decay_of(key_KTD[:, at], decay[at]), None if beta_KGT is None else beta_KGT[..., at, None]
+        out_KGTV, state_KDX = _chunk(query_KTD[:, at], key_KTD[:, at], value_KGTV[:, :, at], decays, state_KDX, beta_KGT1)
         outs.append(out_KGTV)
     state_KGDV = state_KDX.unflatten(2, (-1, value_dim)).transpose(1, 2)
     return torch.cat(outs, dim=2).permute(2, 0, 1, 3).flatten(1, 2), state_KGDV.flatten(0, 1)
 
 
 def _chunk(
-    query_KTD: torch.Tensor, key_KTD: torch.Tensor, value_KGTV: torch.Tensor, fades: Fades, state_KDX: torch.Tensor,
+    query_KTD: torch.Tensor, key_KTD: torch.Tensor, value_KGTV: torch.Tensor, decays: Decay, state_KDX: torch.Tensor,
     beta_KGT1: torch.Tensor | None,
 ) -> Outcome:  # fmt: skip
     """Products of all tokens at once: with the state before the chunk, and with each other.
 
-    With `fade(j, i)` the decay after token j up to token i, what is new in tokens i solves a triangular system:
-    new_i + sum_{j<i} beta_i (key_i . key_j) fade(j, i) new_j = beta_i (value_i - fade(start, i) key_i @ state).
+    With `decay(j, i)` after token j up to token i, the new values of tokens i solve a triangular system:
+    new_i + sum_{j<i} beta_i (key_i . key_j) decay(j, i) new_j = beta_i (value_i - decay(start, i) key_i @ state).
     """
     new_KGTV = value_KGTV
     if beta_KGT1 is not None:
-        system_KGTT = fades.between(key_KTD) * beta_KGT1
-        new_KGTV = beta_KGT1 * (value_KGTV - fades.told(key_KTD, state_KDX))
+        system_KGTT = decays.products(key_KTD) * beta_KGT1
+        new_KGTV = beta_KGT1 * (value_KGTV - decays.query_state(key_KTD, state_KDX))
         new_KGTV = torch.linalg.solve_triangular(system_KGTT, new_KGTV, upper=False, unitriangular=True).contiguous()
-    out_KGTV = fades.told(query_KTD, state_KDX) + fades.between(query_KTD) @ new_KGTV
-    return out_KGTV, fades.after(state_KDX, new_KGTV)
+    out_KGTV = decays.query_state(query_KTD, state_KDX) + decays.products(query_KTD) @ new_KGTV
+    return out_KGTV, decays.final_state(state_KDX, new_KGTV)
 
 
-def _fades(key_KTD: torch.Tensor, decay: torch.Tensor) -> Fades:
-    """Of a chunk whose decays are `[T, H]` or `[T, H, D]`."""
+def _decay_of(key_KTD: torch.Tensor, decay: torch.Tensor) -> Decay:
+    """For a chunk with decays `[T, H]` or `[T, H, D]`."""
     if decay.ndim == 3:
-        return ChannelFades.of(key_KTD, decay.transpose(0, 1))
-    return HeadFades.of(key_KTD, decay.T.unflatten(0, (key_KTD.shape[0], -1)))
+        return ChannelDecay.of(key_KTD, decay.transpose(0, 1))
+    return HeadDecay.of(key_KTD, decay.T.unflatten(0, (key_KTD.shape[0], -1)))
 
 
 def gated_norm(
     x_NC: torch.Tensor, gate_NC: torch.Tensor, weight_C: torch.Tensor | None, eps: float, *, groups: int = 1,
     gate_first: bool = False, act: Activation = silu,
 ) -> torch.Tensor:  # fmt: skip
-    """What follows a recurrence: a norm over each of `groups` parts of the channels, and a gate behind or before it; in fp32."""
+    """Follows a recurrence: a norm over each of `groups` parts of the channels, and a gate after or before it; in fp32."""
     gate = act(gate_NC.float())
     if weight_C is None:
         return x_NC * gate

@@ -1,13 +1,13 @@
-"""What a layer gives its recurrence: what its products and its convolution made of each token, and what is done to that first.
+"""The input of a recurrence: the outputs of a layer's products and convolution for each token, and their preparation.
 
-What has to be done is the same in every model, so that a kernel can do it on the way:
+The preparation is the same in every model, so that a kernel can do it on the way:
 
     step   = softplus(raw + bias), within limits        how long a token lasts, for each head or each channel of a key
     decay  = step * rate                                never above 0
     delta rule (there is a beta):   query = unit(query) / sqrt(D),  key = unit(key),  beta = sigmoid(beta)
     Mamba-2:                        value = step * value,  and  out + skip * value  in the end
 
-Only says so, and does it in plain torch. Axes are those of `recurrent`.
+In plain torch. Axes are those of `recurrent`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOREVER = (0.0, math.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Of every token: `[N, H]` for heads that fade as a whole, `[N, H, D]` for channels that fade one by one."""
+    """Of every token: `[N, H]` for heads that decay as a whole, `[N, H, D]` for channels that decay one by one."""
 
     raw: torch.Tensor
     bias: torch.Tensor  # [H] or [H, D], fp32
@@ -36,14 +36,14 @@ class Steps:
         return self.raw.ndim == 3
 
     def taken(self) -> torch.Tensor:
-        """How long, in fp32."""
+        """Their length, in fp32."""
         taken: torch.Tensor = softplus(self.raw.float() + self.bias)
         return taken if self.limits == FOREVER else taken.clamp(*self.limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ready:
-    """What `step` and `scan` take."""
+    """The input of `step` and `scan`."""
 
     query_NKD: torch.Tensor
     key_NKD: torch.Tensor
@@ -92,7 +92,7 @@ class Tokens:
         return Tokens(query_NKD=query_NKD, key_NKD=key_NKD, value_NHV=value_NHV, steps=steps, beta_NH=beta_NH, skip_H=self.skip_H)
 
     def ready(self) -> Ready:
-        """Everything done that comes before the recurrence, in fp32."""
+        """Prepared for the recurrence, in fp32."""
         taken, value_NHV = self.steps.taken(), self.value_NHV.float()
         decay = taken * self.steps.rate
         if self.beta_NH is None:
@@ -103,7 +103,7 @@ class Tokens:
         return Ready(query_NKD=query_NKD, key_NKD=key_NKD, value_NHV=value_NHV, decay=decay, beta_NH=beta_NH)
 
     def skipped(self, out_NHV: torch.Tensor) -> torch.Tensor:
-        """What comes out in the end."""
+        """The output, with the skip added."""
         return out_NHV if self.skip_H is None else torch.addcmul(out_NHV, self.skip_H[:, None], self.value_NHV)
 
 

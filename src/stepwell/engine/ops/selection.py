@@ -1,7 +1,7 @@
-"""Attention over rows that an index picks: for each query the best of those it may look at, gathered and in their order.
+"""Attention over rows that an index selects: for each query the best of the rows that it may attend to, gathered, in their order.
 
     score      of a row for a query: the sum over index heads of weight * relu(query . key), in fp32
-    picked     the `count` best rows a query may look at, ties to the earliest, and all of them where there are no more
+    picked     the `count` best rows that a query may attend to, ties to the earliest; all of them if there are no more
 
 Never masks over everything: what is not picked is not read. Takes a few queries at a time, so that scores and gathered rows need
 a bounded piece of memory, however long the context. Axes: N tokens, H heads, D width of an index key, C channels of a row,
@@ -26,10 +26,10 @@ _WIDTH_BYTES = 4  # what is counted for each number, whatever it is computed in
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Picked:
-    """Where each of X queries looks, ascending. Positions that it may not see stand behind the others.
+    """The positions that each of X queries attends to, ascending. Positions that it may not see come after the others.
 
-    The part's first `first` queries pick nothing, look at everything, and are not among the X. `score_YT` are the scores by which
-    the last Y of them picked, where they were asked for: -inf where they may not look, and no numbers count as the highest.
+    The part's first `first` queries attend to everything, and are not among the X. `score_YT` are the scores of the last Y
+    queries, if requested: -inf for positions that they may not see, and NaN counts as the highest.
     """
 
     position_XK: torch.Tensor
@@ -37,7 +37,9 @@ class Picked:
     score_YT: torch.Tensor | None = None
 
 
-Selection = tuple[Picked | None, ...]  # of each part of a batch, singles first; None: nobody sees more than it may pick
+Selection = tuple[
+    Picked | None, ...
+]  # of each part of a batch, singles first; None: no query can attend to more rows than it may pick
 
 
 def without_scores(selection: Selection) -> Selection:
@@ -65,7 +67,7 @@ def select(
 ) -> Selection:  # fmt: skip
     """The `count` rows of `rows` that each query scores best. Reads index keys, and changes nothing.
 
-    With `scored`, the scores of as many last queries of every run are handed on, and of all singles.
+    Also returns the scores of the last `scored` queries of every run, and of all singles.
     """
     return tuple(_pick(query_NHD, weight_NH, rows, part, count, scored, block_bytes) for part in paging.parts)
 
@@ -74,7 +76,7 @@ def attend_selected(
     query_NHC: torch.Tensor, rows: Rows, paging: Paging, selection: Selection, *, rank: int, scale: float,
     block_bytes: int = BLOCK_BYTES,
 ) -> torch.Tensor:  # fmt: skip
-    """What each query sees in the first `rank` channels of the rows that were picked for it: `[N, H, R]`."""
+    """The attention of each query over the first `rank` channels of its picked rows: `[N, H, R]`."""
     seen = []
     for part, picked in zip(paging.parts, selection, strict=True):
         if picked is None:
@@ -90,9 +92,9 @@ def best(score_XT: torch.Tensor, count: int) -> torch.Tensor:
     score_XT = score_XT.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     least_X1 = score_XT.topk(count, dim=-1).values[:, -1:]
     above_XT, level_XT = score_XT > least_X1, score_XT == least_X1
-    room_X1 = count - above_XT.sum(dim=-1, keepdim=True)
-    picked_XT = above_XT | (level_XT & (level_XT.cumsum(dim=-1) <= room_X1))
-    slot_XT = (picked_XT.cumsum(dim=-1) - 1).masked_fill_(~picked_XT, count)  # what is not picked goes behind, and is cut off
+    left_X1 = count - above_XT.sum(dim=-1, keepdim=True)
+    picked_XT = above_XT | (level_XT & (level_XT.cumsum(dim=-1) <= left_X1))
+    slot_XT = (picked_XT.cumsum(dim=-1) - 1).masked_fill_(~picked_XT, count)  # the others go to a last slot, which is cut off
     position_XT = torch.arange(score_XT.shape[1], device=score_XT.device).expand_as(slot_XT)
     return slot_XT.new_zeros(len(slot_XT), count + 1).scatter_(1, slot_XT, position_XT)[:, :count]
 
@@ -163,6 +165,6 @@ def _mask(part: Singles | Run) -> torch.Tensor:
 
 
 def _blocks(part: Singles | Run, query_bytes: int, block_bytes: int) -> Iterator[slice]:
-    """Queries of a part, as many at a time as `block_bytes` allow, and at least one."""
+    """Queries of a part in blocks of up to `block_bytes`, with at least one query."""
     count, size = part.stop - part.start, max(block_bytes // query_bytes, 1)
     return (slice(start, min(start + size, count)) for start in range(0, count, size))

@@ -1,9 +1,9 @@
-"""Attention over rows of which some are on the host alone.
+"""Attention over rows, some of which are only on the host.
 
-What singles and short runs selected is looked up where it is. What longer runs read is brought into a scratch first, one layer of
-one run at a time.
+Rows that singles and short runs selected are read where they are. Rows of longer runs are copied to a staging buffer first, one
+layer of one run at a time.
 
-The scratch is pages like any others, so that the same kernels read it. Where a pass has no such runs, it is attended to at once.
+The buffer consists of pages like any others, so that the same kernels read it. A pass without such runs is computed at once.
 Never selects. Axes as in `selection.py`.
 """
 
@@ -18,7 +18,7 @@ from stepwell.engine.passes.paging import Paging
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Spilled
 
-Attend = Callable[[torch.Tensor, Rows, Paging, Selection], torch.Tensor]  # of so many queries, over what was selected for each
+Attend = Callable[[torch.Tensor, Rows, Paging, Selection], torch.Tensor]  # of queries, over the rows selected for each
 
 
 def attend_spilled(

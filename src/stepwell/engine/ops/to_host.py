@@ -1,4 +1,4 @@
-"""A few numbers of the device, such as a step's tokens, on their way to the host. Nobody waits until they are read."""
+"""Copies a few numbers from the device to the host, such as a step's tokens. Waits only when they are read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class HostCopy:
-    """Numbers of the device on their way to the host: there when the stream that was current has come so far."""
+    """Numbers on their way to the host: there once the stream that was current reaches this copy."""
 
     def __init__(self, host_N: torch.Tensor, device: torch.device) -> None:
         self._host_N = host_N
@@ -22,7 +22,7 @@ class HostCopy:
         return self._there is None or self._there.query()
 
     def read(self) -> list[int]:
-        """Waits for them."""
+        """Waits for the numbers."""
         if self._there is not None:
             self._there.synchronize()
         numbers: list[int] = self._host_N.tolist()
@@ -30,7 +30,7 @@ class HostCopy:
 
 
 def to_host(numbers_N: torch.Tensor) -> HostCopy:
-    """By a copy engine; those of the host are there already."""
+    """By a copy engine; numbers on the host are there already."""
     if not numbers_N.is_cuda:
         return HostCopy(numbers_N, numbers_N.device)
     host_N = torch.empty(numbers_N.shape, dtype=numbers_N.dtype, pin_memory=True).copy_(numbers_N, non_blocking=True)

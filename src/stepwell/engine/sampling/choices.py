@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from stepwell.engine.ops.drawing import UNSOUND, Draw, Pick
+from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, Pick
 from stepwell.engine.ops.editing import Edit, edited
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.logprobs import likelihoods, read_likelihoods
@@ -116,7 +116,7 @@ class Choices:
     def of(self, row: int) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""
         way, token = self._choosing[row], self.tokens[row]
-        if token == UNSOUND:
+        if token == NAN_LOGITS:
             return None
         token = token if way.given is None else way.given
         if (likely := self._likelihoods.get(row)) is None:

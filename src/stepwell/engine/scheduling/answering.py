@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
-from stepwell.engine.ops.drawing import UNSOUND
+from stepwell.engine.ops.drawing import NAN_LOGITS
 from stepwell.engine.requests.request import Chunk, Delta, Finish, Request, Usage
 from stepwell.engine.running.unread import Unread
 from stepwell.engine.sampling.choices import Chosen, ChosenRows, WaitForChoices
@@ -52,7 +52,7 @@ class Answering:
                 continue
             assert request.runs, f"{request} was computed on, and its lease is not ready any more"
             row = computed.rows.get(request.id)
-            if row is not None and tokens[row] == UNSOUND:
+            if row is not None and tokens[row] == NAN_LOGITS:
                 self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
                 continue
             self._commit(request, chunk.end, chunk.point_copy)

@@ -20,7 +20,7 @@ import numpy as np
 
 from stepwell.base.ids import CACHED_KINDS, JobId, Kind, Tier
 from stepwell.base.tasks import Copy, Plan, Purpose, Span
-from stepwell.engine.ops.drawing import UNSOUND
+from stepwell.engine.ops.drawing import NAN_LOGITS
 from stepwell.engine.requests.request import TokenLogprob
 from stepwell.engine.sampling.choices import Chosen
 from stepwell.engine.workers.pass_arrays import Counts, must_be_below
@@ -37,7 +37,7 @@ class ToTell(Protocol):
 
     @property
     def tokens(self) -> Sequence[int]:
-        """UNSOUND for a row that holds something else than numbers."""
+        """NAN_LOGITS for a row that holds something else than numbers."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class ChosenTokens:
     def of(self, row: int) -> Chosen | None:
         """None for a row that holds something else than numbers: nothing can be chosen from it."""
         token = self.tokens[row]
-        if token == UNSOUND:
+        if token == NAN_LOGITS:
             return None
         return Chosen(token) if self._logprobs is None else Chosen(token, self._logprobs[row])
 
@@ -75,7 +75,7 @@ def pack_chosen(choices: ToTell) -> list[Array]:
     found = [None if each is None else each.logprob for each in chosen]
     tops = [() if each is None else each.top for each in found]
     return [
-        np.array([UNSOUND if each is None else each.token for each in chosen], np.int32),
+        np.array([NAN_LOGITS if each is None else each.token for each in chosen], np.int32),
         np.array([float("nan") if each is None else each.logprob for each in found], np.float64),
         np.array([0 if each is None else each.rank for each in found], np.int32),
         np.array([len(top) for top in tops], np.int32),
@@ -90,7 +90,7 @@ def read_chosen(message: Message, *, vocab_size: int) -> ChosenTokens:
     if kinds not in (["<i4"], ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]):
         raise ValueError(f"an answer in numbers of other kinds: {kinds}")
     tokens = arrays[0].tolist()
-    if tokens and not UNSOUND <= min(tokens) <= max(tokens) < vocab_size:
+    if tokens and not NAN_LOGITS <= min(tokens) <= max(tokens) < vocab_size:
         raise ValueError(f"tokens that are not there: {tokens[:8]} of {vocab_size}")
     return ChosenTokens(tokens, None if len(arrays) == 1 else _logprobs(tokens, arrays[1:], vocab_size))
 

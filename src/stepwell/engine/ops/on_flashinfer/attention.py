@@ -3,9 +3,9 @@
     singles    its decode kernel, all of them at once
     runs       its prefill kernel, all of them at once; on Hopper the one made for it
 
-What a pass looks at is worked out once for all layers (a plan), and in a recorded step once for as long as no request gets
-another page. Pieces of a pass that are attended to one after the other have wrappers of their own, up to `MOST_PIECES`. What
-FlashInfer does not have (odd widths, eight-bit rows, fp32, rows that may be on the host alone) goes to the operation behind it.
+The pages of a pass are planned once for all layers, and in a captured step again only when a request gets another page. Pieces of
+a pass that are computed one after the other have wrappers of their own, up to `MOST_PIECES`. What FlashInfer does not have (odd
+widths, eight-bit rows, fp32, rows that may be only on the host) goes to the reference.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """All that a kernel must know of a layer besides its pages."""
+    """All that a kernel must know of a layer, except its pages."""
 
     queries: int
     keys: int
@@ -128,9 +128,7 @@ class FlashInferAttention:
             self._need([attention_module(each, layer.width, layer.dtype, window=window, cap=cap) for each in backends])
 
     def planned(self, layer: Heads, paging: Paging, page_tokens: int, *, decode: bool, count: int) -> Planned:
-        """Something to plan for `count` segments with pages of so many rows. Passes that are not recorded use the same wrappers
-        again.
-        """
+        """Something to plan for `count` segments, with pages of `page_tokens` rows. Passes outside CUDA graphs reuse wrappers."""
         sight = paging.sight
         window = -1 if sight.window is None else sight.window - 1  # the library does not count a token itself
         if paging.fixed:

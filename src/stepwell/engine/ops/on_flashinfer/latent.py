@@ -108,7 +108,7 @@ class FlashInferLatent:
             plan.run(query_NHC[span], copy_SKC.flatten(0, 1)[:, None], out_NHR[span], numbers)
 
     def _paged(self, layer: Heads, paging: Paging) -> list[tuple[slice, Planned]]:
-        """Singles, and runs, each all at once if the library has room for them."""
+        """Singles, and runs, each all at once if they fit the library's workspace."""
         singles = paging.num_singles
         together = (paging.looks[:singles], paging.looks[singles:])
         return self._plans(layer, paging, (layer, "paged"), Paged(paging.sight.page_tokens), together)

@@ -1,10 +1,10 @@
-"""What FlashInfer is told of segments that look at latents: which rows each looks at, worked out once for all layers of a pass.
+"""Plans of FlashInfer for segments over latents: the rows that each attends to, computed once for all layers of a pass.
 
     Paged      pages where they lie
     Copied     all rows of a segment, copied back to back
-    Each       for each token as many rows as were picked for it
+    Each       for each token the number of rows picked for it
 
-In a recorded step a plan is loaded anew before each replay: how many rows a request has is part of it.
+In a captured step a plan is loaded again before each replay: it contains the number of rows of each request.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stepwell.engine.passes.numbers import Send, on_device, put
 from stepwell.engine.passes.paging import Look
 
 RANK, ROTATED = 512, 64  # what the library has
-MOST_TILES = 12 << 10  # of queries in one plan: the library has room for 16,384 pieces of work
+MOST_TILES = 12 << 10  # of queries in one plan: the library has space for 16,384 pieces of work
 
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """All that a kernel must know of a layer besides its rows."""
+    """All that a kernel must know of a layer, except its rows."""
 
     queries: int
     scale: float
@@ -100,7 +100,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """For each token as many rows as were picked for it: `count`, or all it may see where there are fewer."""
+    """For each token the number of rows picked for it: `count`, or all that it may see if there are fewer."""
 
     count: int
     page_rows: int = 1
@@ -186,16 +186,16 @@ class Planned:
 
 
 def groups(looks: Sequence[Look], layer: Heads) -> Iterator[list[Look]]:
-    """As many segments at a time as the library has room for, and pieces of longer ones."""
-    most, room = MOST_TILES // layer.tiles, 0
+    """Segments in groups that fit the library's workspace, and pieces of longer ones."""
+    most, left = MOST_TILES // layer.tiles, 0
     group: list[Look] = []
     for look in looks:
         for start in range(look.start, look.stop, most):
             stop = min(start + most, look.stop)
-            if room < stop - start and group:
+            if left < stop - start and group:
                 yield group
                 group = []
-            room = (room if group else most) - (stop - start)
+            left = (left if group else most) - (stop - start)
             group.append(replace(look, start=start, stop=stop, position=look.position + start - look.start))
     if group:
         yield group

@@ -106,7 +106,7 @@ class FlashInferPicked:
 
 
 class PickedPlan:
-    """A plan for rows that were gathered for singles, `count` each: of those they look at the first, as many as there were."""
+    """A plan for rows that were gathered for singles, `count` each: they attend to the first ones, up to the length of each."""
 
     def __init__(self, plan: Planned, count: int, page_rows: int) -> None:
         self._plan = plan

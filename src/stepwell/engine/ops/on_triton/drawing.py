@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from stepwell.engine.ops import drawing
-from stepwell.engine.ops.drawing import UNSOUND, Draw, settings_of, weight_bits
+from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, settings_of, weight_bits
 from stepwell.engine.ops.on_triton.weights import (
     EDGES,
     INF,
@@ -40,10 +40,10 @@ from stepwell.engine.passes.numbers import Send, copy, on_device
 SPLIT = 4096  # tokens of one program
 MOST_SPLITS = 512
 LIST_BLOCK = 1024
-LISTED = 2**24  # tokens that lists have room for, 8 bytes each: longer batches are drawn in parts
+LISTED = 2**24  # capacity of lists in tokens, 8 bytes each: longer batches are drawn in parts
 
 _FIELDS = tl.constexpr(16)  # of a row: the length of its list, where its last token lies after each round, and that token
-_UNSOUND = tl.constexpr(UNSOUND)
+_NAN_LOGITS = tl.constexpr(NAN_LOGITS)
 
 
 def pick(logits_BV: torch.Tensor, draws: Sequence[Draw | None], send: Send = copy) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _picked(logits_BV: torch.Tensor, draws: Sequence[Draw | None], send: Send) -
     sizes = {
         "SPLIT": min(SPLIT, triton.next_power_of_2(vocab)), "SPLITS": triton.next_power_of_2(splits),
         "BITS": weight_bits(vocab), "ID_BITS": vocab.bit_length(), "num_warps": 8,
-        "enable_fp_fusion": False,  # weights are to be those of plain torch
+        "enable_fp_fusion": False,  # weights must be those of plain torch
     }  # fmt: skip
     _extremes_kernel[rows, splits](*about, **sizes)
     if cut:
@@ -215,7 +215,7 @@ def _choose_kernel(
     row = tl.program_id(0).to(tl.int64)
     high, low = _row_extremes(extremes, row, splits, SPLITS)
     at = tl.arange(0, SPLITS)
-    token = tl.full([], _UNSOUND, tl.int64)
+    token = tl.full([], _NAN_LOGITS, tl.int64)
     if low > -INF:
         split_high = tl.load(extremes + (row * splits + at) * 2, mask=at < splits, other=-INF)
         split = tl.min(tl.where(split_high == high, at, SPLITS), axis=0)

@@ -6,7 +6,7 @@
     multiply  down
     add       each token's K results, times their shares, in the order of its choices
 
-Grids depend on the number of tokens, K and E alone, never on the routing: there are as many programs as the worst routing needs,
+Grids depend on the number of tokens, K and E alone, never on the routing: the number of programs is that of the worst routing,
 and those without a tile end at once. So a step can be recorded in a CUDA graph and played with another routing. A tile holds rows
 of one expert; tiles of one expert run side by side, so that its weights come from memory once. Where experts have many rows each,
 torch's grouped product is used if this torch and this GPU have it. Products are summed in fp32. Never changes weights or layouts.
@@ -100,7 +100,7 @@ def _sort(expert_NK: torch.Tensor, num_experts: int) -> _Visits:
 
 
 def _tile_rows(mean: float) -> int:
-    """Rows of a tile, for so many visits to an expert on average: most experts need one tile, until that is a large one."""
+    """Rows of a tile, by the average number of visits to an expert: most experts need one tile, until that is a large one."""
     for rows, most in ((16, 8), (32, 20), (64, 64)):
         if mean <= most:
             return rows
@@ -196,7 +196,7 @@ def _sort_kernel(
     counts = tl.zeros([BINS], dtype=tl.int32)
     for block in range(BLOCKS):
         at = block * BLOCK + tl.arange(0, BLOCK)
-        expert = tl.load(expert_X + at, mask=at < length, other=num_experts).to(tl.int32)  # the last bins are nobody's
+        expert = tl.load(expert_X + at, mask=at < length, other=num_experts).to(tl.int32)  # the last bins have no expert
         counts += tl.histogram(expert, BINS)
     counts = tl.where(bins < num_experts, counts, 0)
     tiles = (counts + ROWS - 1) // ROWS

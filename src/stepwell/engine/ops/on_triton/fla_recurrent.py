@@ -1,9 +1,9 @@
 """Runs of delta nets by flash-linear-attention, all runs of a batch in one call: what `ops/recurrent.recur_runs` does.
 
-Its conventions beside ours: states are `[K, V]` too; decays are logarithms, at most 0; it would multiply queries by 1/sqrt(K) and
-is told not to; fewer key heads than value heads are known to it. Products are made in the number format of the values, states and
-sums of decays are kept in fp32. What comes before is one kernel of ours, since the library would copy every part of a row first.
-Writes no page. Importing needs Triton; the library is imported with the first run.
+Its conventions compared with ours: states are `[K, V]` too; decays are logarithms, at most 0; it would multiply queries by
+1/sqrt(K) and is asked not to; fewer key heads than value heads are known to it. Products are made in the number format of the
+values, states and sums of decays are kept in fp32. What comes before is one kernel of ours, since the library would copy every
+part of a row first. Writes no page. Importing needs Triton; the library is imported with the first run.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _decay_kernel(
 ):  # fmt: skip
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < PER_TOKEN
-    told = tl.load(raw + token * stride + at, mask=inside, other=0.0).to(tl.float32)
-    step = softplus(told + tl.load(bias + at, mask=inside, other=0.0))
+    value = tl.load(raw + token * stride + at, mask=inside, other=0.0).to(tl.float32)
+    step = softplus(value + tl.load(bias + at, mask=inside, other=0.0))
     step = tl.minimum(tl.maximum(step, least), most)
     tl.store(out + token * PER_TOKEN + at, step * tl.load(rate + at // WIDTH, mask=inside, other=0.0), mask=inside)

@@ -1,8 +1,8 @@
 """A recurrence over a batch as Triton kernels over the pages, and the norm behind it: what `ops/recurrent.py` does.
 
 Singles are one launch: each state is read from its page, moved on by one token and written where it was; unit lengths, decays,
-betas, skips are done on the way. Runs are somebody else's, between reading their states and writing them. Nothing is written
-before everything else was launched: what fails before that can be computed again by plain torch. Importing needs Triton.
+betas, skips are done on the way. Runs are computed by another library, between reading their states and writing them. Nothing is
+written before everything else was launched: what fails before that can be computed again by plain torch. Importing needs Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepwell.engine.ops.recurrent_tokens import UNIT_EPS, Tokens
 RecurRuns = Callable[[Points, Tokens, torch.Tensor], Outcome]
 
 STATE_BLOCK = 4096  # numbers of a state that one program of a step holds
-NORM_BLOCK = 1024  # channels that one program of a norm reads, or as many as one norm is over
+NORM_BLOCK = 1024  # channels that one program of a norm reads, or those of one norm if more
 WIDEST_NORM = 16384
 _GATES: dict[Activation, int] = {silu: 0, torch.sigmoid: 1}
 
@@ -131,8 +131,8 @@ def _step_kernel(
         q *= scale / tl.sqrt(tl.sum(q * q, axis=0) + EPS)
         k *= 1.0 / tl.sqrt(tl.sum(k * k, axis=0) + EPS)
     if BY_CHANNEL:
-        told = tl.load(raw + at * raw_stride + head * KEY + d, mask=in_d, other=0.0).to(tl.float32)
-        step = softplus(told + tl.load(bias + head * KEY + d, mask=in_d, other=0.0))
+        value = tl.load(raw + at * raw_stride + head * KEY + d, mask=in_d, other=0.0).to(tl.float32)
+        step = softplus(value + tl.load(bias + head * KEY + d, mask=in_d, other=0.0))
         step = tl.minimum(tl.maximum(step, least), most)
         past *= tl.exp(step * tl.load(rate + head))[:, None]
     else:

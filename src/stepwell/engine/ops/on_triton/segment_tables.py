@@ -1,9 +1,9 @@
-"""Where the segments of a pass begin and end, as tensors for kernels that take several runs in one launch.
+"""The bounds of a pass's segments, as tensors for kernels that take several runs in one launch.
 
     rows      | a | b | c c c c c c c | d d d d |        singles first, then runs
-    chunks                |- - - -|- - -|- - - -|        of each run, so many tokens each; none reaches into the next run
+    chunks                |- - - -|- - -|- - - -|        of each run, equally long; none reaches into the next run
 
-Made once for a pass, in one copy that the host does not wait for. Steps that are recorded have no runs, and never ask.
+Made once for a pass, in one copy that the host does not wait for. Captured steps have no runs, and never need it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from stepwell.engine.passes.numbers import on_device
 class SegmentTables:
     """C chunks of R runs. Rows of runs are counted from the first run on."""
 
-    start_S: torch.Tensor  # with one more behind the last
+    start_S: torch.Tensor  # with one more after the last
     segment_N: torch.Tensor
-    run_start_R: torch.Tensor  # with one more behind the last
+    run_start_R: torch.Tensor  # with one more after the last
     run_start_on_host_R: torch.Tensor
     run_and_index_C2: torch.Tensor
-    first_chunk_R: torch.Tensor  # with one more behind the last
+    first_chunk_R: torch.Tensor  # with one more after the last
 
 
 def tables_of(points: Points) -> SegmentTables:

@@ -312,7 +312,7 @@ def _pick_kernel(
 ):  # fmt: skip
     """One block of one query's scores: positions above its least score, and the first that are level with it, in their order."""
     x, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    least, room = _bound(high, x, count, COUNT_BLOCK)
+    least, left = _bound(high, x, count, COUNT_BLOCK)
     other = tl.arange(0, BLOCKS)
     place = found + (x * tl.num_programs(1) + other) * 2
     above_before = tl.sum(tl.load(place, mask=other < block, other=0), axis=0)
@@ -321,6 +321,6 @@ def _pick_kernel(
     number = tl.load(score + x * score_stride + at, mask=at < length, other=float("-inf"))
     level = ((number == least) & (at < length)).to(tl.int32)
     among = tl.cumsum(level, axis=0) + level_before
-    picked = ((number > least) | ((level > 0) & (among <= room))).to(tl.int32)
-    slot = tl.cumsum(picked, axis=0) - 1 + above_before + tl.minimum(level_before, room)
+    picked = ((number > least) | ((level > 0) & (among <= left))).to(tl.int32)
+    slot = tl.cumsum(picked, axis=0) - 1 + above_before + tl.minimum(level_before, left)
     tl.store(position + x * count + slot, at, mask=(picked > 0) & (slot < count))

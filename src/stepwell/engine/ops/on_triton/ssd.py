@@ -97,7 +97,7 @@ def _outputs_kernel(
     real, in_v = at < tl.load(start_R + run + 1), v < VALUE
     queries, keys = query + head // GROUP * KEY, key + head // GROUP * KEY
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
-    told = tl.zeros([CHUNK, BLOCK_V], tl.float32)
+    result = tl.zeros([CHUNK, BLOCK_V], tl.float32)
     for block in tl.static_range((KEY + BLOCK_D - 1) // BLOCK_D):
         d = block * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < KEY
@@ -106,15 +106,15 @@ def _outputs_kernel(
         place = before + (chunk * HEADS + head) * KEY * VALUE + d[:, None] * VALUE + v[None, :]
         state = tl.load(place, mask=in_d[:, None] & in_v[None, :], other=0.0)
         scores += tl.dot(q, k, input_precision="ieee")
-        told += tl.dot(q, state, input_precision="ieee")
+        result += tl.dot(q, state, input_precision="ieee")
     sums = tl.cumsum(tl.load(decay + at * HEADS + head, mask=real, other=0.0), axis=0)
     step = tl.load(taken + at * HEADS + head, mask=real, other=0.0)
     order = tl.arange(0, CHUNK)
     fade = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
     scores = tl.where(order[:, None] >= order[None, :], scores * fade * step[None, :], 0.0)
     x = tl.load(value + at[:, None] * value_stride + head * VALUE + v[None, :], mask=real[:, None] & in_v[None, :], other=0.0)
-    told = told * tl.exp(sums)[:, None] + tl.dot(scores.to(x.dtype), x, input_precision="ieee")
+    result = result * tl.exp(sums)[:, None] + tl.dot(scores.to(x.dtype), x, input_precision="ieee")
     if SKIP:
-        told += tl.load(skip + head) * x.to(tl.float32)
+        result += tl.load(skip + head) * x.to(tl.float32)
     outputs = out + (at[:, None] * HEADS + head) * VALUE + v[None, :]
-    tl.store(outputs, told.to(out.dtype.element_ty), mask=real[:, None] & in_v[None, :])
+    tl.store(outputs, result.to(out.dtype.element_ty), mask=real[:, None] & in_v[None, :])

@@ -42,4 +42,4 @@ def test_memory_that_is_still_to_be_read_is_given_to_nobody_else() -> None:
     torch.cuda.synchronize()
     assert target.tolist() == [7] * 4096 and len(others) == 8
     by_kernel(target, others[0])
-    assert len(by_kernel._under_way) == 1, "those that were read are not held any longer"
+    assert len(by_kernel._in_flight) == 1, "those that were read are not held any longer"

@@ -21,7 +21,7 @@ def test_numbers_come_to_the_host_as_they_are(count: int) -> None:
     assert [each.read() for each in read] == [numbers.tolist() for numbers in lists]
     assert [to_host(numbers).read() for numbers in lists] == [numbers.tolist() for numbers in lists]
     by_kernel(lists[0])
-    assert len(by_kernel._under_way) == 1, "those that are there are not held any longer"
+    assert len(by_kernel._in_flight) == 1, "those that are there are not held any longer"
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from stepwell.base.spec.spill import Spill
 from stepwell.base.spec.states import Part, StateSpec, part_of
 
 MOST_RANKS_NAMED = 64  # that an error proposes
-LAYOUT_VERSION = 1  # raise it when bytes inside an object change their meaning in a way that `Part` does not tell
+LAYOUT_VERSION = 1  # raise it when bytes inside an object change their meaning in a way that `Part` does not show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class ModelSpec:
         return parts
 
     def _row_bytes(self, state: StateSpec) -> int:
-        """Of a row where it is cached."""
+        """The bytes of a row where it is cached."""
         return state.row_bytes if self.narrow is None else self.narrow.row_bytes(state)
 
     def _rows(self, state: StateSpec, kind: Kind) -> int:

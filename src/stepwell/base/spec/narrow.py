@@ -37,7 +37,7 @@ class Narrow:
         return f"{self.dtype}/{GROUP}/{CODE_VERSION}"
 
     def takes(self, state: StateSpec) -> bool:
-        """Whether it is kept in eight bits: required windows and points of plain numbers, of which every row is written.
+        """Whether it is kept in eight bits: required windows and points of plain numbers, if every row is written.
 
         Not what a compressor keeps, nor what a draft may have left out, nor rows of so few numbers that it would not pay.
         """
@@ -46,7 +46,7 @@ class Narrow:
         return whole and state.required and state.dtype in _WIDTH_BYTES and _narrow_bytes(state) < state.row_bytes
 
     def row_bytes(self, state: StateSpec) -> int:
-        """Of one row, where it is cached."""
+        """The bytes of one row, where it is cached."""
         return _narrow_bytes(state) if self.takes(state) else state.row_bytes
 
 

@@ -56,7 +56,7 @@ class ClusterKV:
         return likeness_UKRM.argmax(dim=-1)
 
     def _means(self, key_UKDR: torch.Tensor, group_UKR: torch.Tensor, before_UKMD: torch.Tensor) -> torch.Tensor:
-        """A group that nobody is in stays where it was: no token will ask for it."""
+        """An empty group keeps its mean: no token refers to it."""
         inside_UKMR = (group_UKR[:, :, None] == torch.arange(self.groups, device=group_UKR.device)[:, None]).float()
         total_UKMD = (key_UKDR[:, :, None] * inside_UKMR[:, :, :, None]).sum(dim=-1)
         count_UKM1 = inside_UKMR.sum(dim=-1, keepdim=True)

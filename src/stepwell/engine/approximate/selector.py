@@ -8,9 +8,9 @@ then units by their scores, the last of them cut off at `count`. The choice depe
 it alone, never on how passes cut the tokens. As with the index of DeepSeek's models (`models/indexer.py`), the outcome is a
 `Selection`, and attention does not depend on its origin.
 
-Summaries are a state of the model, cached with its pages. Those of runs are made in their layer, before anybody picks; those of
-single tokens behind the pass, for all layers at once: a token does not ask for the summary of its own unit, whole or not. Either
-is made of keys in pages that the pass writes to, whose rows are never on the host alone. Axes as in `ops/selection.py` and
+Summaries are a state of the model, cached with its pages. Those of runs are computed in their layer, before the first choice;
+those of single tokens after the pass, for all layers at once: a token never uses the summary of its own unit. Both are computed
+from keys in pages that the pass writes to, whose rows are never only on the host. Axes as in `ops/selection.py` and
 `summaries.py`.
 """
 
@@ -93,15 +93,15 @@ class Selector:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _keys(self, row: torch.Tensor) -> torch.Tensor:
-        """Of rows `[U, R, E]`, the keys `[U, R, K, D]`."""
+        """The keys `[U, R, K, D]` of rows `[U, R, E]`."""
         keys: torch.Tensor = row.unflatten(2, (self.kv_heads, -1))[..., : self.key_dim]
         return keys
 
     def _units(
         self, spans: Sequence[tuple[int, int, PageIds]], page_rows: int, rows_of: RowsOf, device: torch.device, send: Send
     ) -> tuple[torch.Tensor, ...]:
-        """Of the units that tokens `[position, end)` of some pages complete: the prefix page and the page of its rows, the row of
-        the summary, those of keys.
+        """For each unit that tokens `[position, end)` of some pages complete: the prefix page and the page of its rows, the row
+        of the summary, those of keys.
         """
         size = self.summary.unit
         pages, units = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -143,7 +143,7 @@ class Selector:
         return Picked(position_XK=position_XK, first=first, score_YT=scores.score_YT)
 
     def _scores(self, query_XHD: torch.Tensor, row_SUC: torch.Tensor, position_X: torch.Tensor, scale: float) -> torch.Tensor:
-        """Of all tokens: inf for those that are always picked, -inf for those that cannot be seen."""
+        """Scores of all tokens: inf for those that are always picked, -inf for those that cannot be seen."""
         whole_X, here_X1 = position_X // self.summary.unit, position_X[:, None]  # units that were whole before this token
         score_XT = self.summary.score(query_XHD, row_SUC, whole_X, scale=scale)
         token_T = torch.arange(score_XT.shape[1], device=score_XT.device)

@@ -1,4 +1,4 @@
-"""Which selector a model gets, by name: `quest` and `clusterkv` pick by summaries; `dsa` is the index that a model has itself."""
+"""The selector of a model, by name: `quest` and `clusterkv` pick by summaries; `dsa` is the index of the model itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from stepwell.engine.passes.rows import TORCH_DTYPES
 SINKS = 16  # first tokens, which are always picked
 RECENT = 64  # last tokens, the same
 VERSION = 1  # of how tokens are picked, with the numbers above: rows of answers depend on it
-BUDGET = 2048  # tokens that a query looks at where nobody says how many
+BUDGET = 2048  # tokens that a query attends to by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sparse:
-    """What picks, and how many tokens; None for what is usual. `hot_rows` says whether a request was given some."""
+    """The selector and its number of tokens, None for the default. `hot_rows` says whether requests keep some on the device."""
 
     selector: str
     budget: int | None = None
@@ -32,13 +32,13 @@ class Sparse:
         if self.selector not in SELECTORS:
             raise ConfigError(f"sparse must be one of {', '.join(SELECTORS)}, got {self.selector!r}")
         if self.selector == DSA and self.budget is not None:
-            raise ConfigError("with dsa the model says itself how many tokens are picked: leave sparse_budget out")
+            raise ConfigError("with dsa the model defines how many tokens are picked: leave sparse_budget out")
         if self.budget is not None and self.budget < 1:
             raise ConfigError(f"sparse_budget must be a number of tokens, got {self.budget}")
 
     @property
     def spills(self) -> bool:
-        """Whether rows may be on the host alone: with dsa always, with the others where there are hot rows."""
+        """Whether rows may be only on the host: with dsa always, with the others if there are hot rows."""
         return self.selector == DSA or self.hot_rows
 
     @property
@@ -47,12 +47,12 @@ class Sparse:
 
     @property
     def identity(self) -> str | None:
-        """What rows of answers depend on, beside weights; None where the model's own config says it all."""
+        """What rows of answers depend on apart from weights; None if the model's own config says it all."""
         return None if self.selector == DSA else f"{self.selector}{VERSION}-{self.count}"
 
 
 def selector_for(sparse: Sparse, spec: ModelSpec, kernels: Kernels) -> Selector | None:
-    """Raises ConfigError for a budget that those tokens do not fit into that are always picked."""
+    """Raises ConfigError for a budget smaller than the tokens that are always picked."""
     if sparse.selector == DSA:
         return None
     kv, page = spec.state("kv"), spec.page_tokens

@@ -1,8 +1,8 @@
-"""What a selector keeps of the keys of a unit of tokens, so that a query can tell which units are worth reading.
+"""The summary that a selector keeps of the keys of a unit of tokens, from which a query finds the units worth reading.
 
-    unit       so many tokens in a row, whole: nothing is kept of a unit before its last token is there
-    row        what is kept of one unit, for all key heads: a function of its keys alone, bit for bit
-    score      of a token for a query; the same for tokens that the row cannot tell apart
+    unit       consecutive tokens: nothing is kept of a unit before its last token is there
+    row        the summary of one unit, for all key heads: a function of its keys alone, bit for bit
+    score      of a token for a query; the same for tokens that the row cannot distinguish
 
 There is one list for all heads of a layer. A token counts for what the head that wants it most would give it, as a share of all
 that head gives: so no head counts for more because its numbers are larger. Computes on tensors that it is given; knows no pages
@@ -25,7 +25,7 @@ class Summary(Protocol):
         ...
 
     def make(self, key_URKD: torch.Tensor) -> torch.Tensor:
-        """Rows `[U, C]` in fp32. The same bits for a unit whatever units are beside it."""
+        """Rows `[U, C]` in fp32. The same bits for a unit whichever units come with it."""
         ...
 
     def score(self, query_XHD: torch.Tensor, row_SUC: torch.Tensor, whole_X: torch.Tensor, *, scale: float) -> torch.Tensor:
@@ -42,7 +42,7 @@ def hidden_units(units: int, whole_X: torch.Tensor) -> torch.Tensor:
 
 
 def products(query_XKGD: torch.Tensor, row_SKUD: torch.Tensor) -> torch.Tensor:
-    """Of every query head with the rows of its key head: `[X, K, G, U]`, in fp32."""
+    """Products of every query head with the rows of its key head: `[X, K, G, U]`, in fp32."""
     row_SKUD = row_SKUD.float()
     if len(row_SKUD) == 1 and len(query_XKGD) > 1:  # one product a key head for all queries
         count, heads, group = query_XKGD.shape[:3]

@@ -1,7 +1,7 @@
-"""Who guesses: a draft keeps states of its own beside the model's, in the same pages, and proposes what may come next.
+"""Drafts: each keeps its own states in the pages of the model, and proposes the next tokens.
 
-The rows of a draft depend on the tokens up to theirs alone, so that they can be cached with the model's. Decides nothing: whose
-tokens are guessed, and whether a guess was right, is said elsewhere.
+The rows of a draft depend only on the tokens up to theirs, so that they can be cached with the model's. A draft decides nothing:
+`running/speculation.py` says for which requests it guesses, and which guesses were right.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ DRAFT = "draft"  # the state whose rows say whether a token was drafted
 
 
 class Draft(Protocol):
-    reads_stream: bool  # whether `follow` needs what the model's last layer made of each token
+    reads_stream: bool  # whether `follow` needs the output of the model's last layer for each token
 
     @property
     def kernels(self) -> Report | None:
-        """What runs its operations; None where that is what runs the model's."""
+        """The report of its kernels; None if they are the model's."""
         ...
 
     def propose(self, chunks: Sequence[Chunk]) -> list[list[int]]:
@@ -36,13 +36,13 @@ class Draft(Protocol):
         ...
 
     def follow(self, chunks: Sequence[Chunk], streams: Sequence[torch.Tensor]) -> None:
-        """Once the model has computed the chunks: sees to it that every token of them has its row."""
+        """Writes the missing rows of the chunks' tokens, once the model has computed them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedDraft:
-    """A draft whose memory is not there yet: what it keeps, what names its weights, and how to make it over pages."""
+    """A draft without memory yet: its states, the identity of its weights, and how to make it over pages."""
 
     states: tuple[StateSpec, ...]
     identity: str
@@ -50,10 +50,10 @@ class LoadedDraft:
 
 
 def check_target(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model that cannot take tokens back."""
+    """Raises ConfigError for a model that cannot undo tokens."""
     if points := [state.name for state in spec.of_shape(Point)]:
         raise ConfigError(
-            f"speculation needs a model that can take tokens back, and {', '.join(points)} of {spec.name} changes with every "
+            f"speculation needs a model that can undo tokens, and {', '.join(points)} of {spec.name} changes with every "
             f"token: leave draft off"
         )
 

@@ -1,8 +1,8 @@
-"""A draft that is a layer of the model's own checkpoint: it goes on from what the model made of the token before.
+"""A draft that is a layer of the model's own checkpoint: it continues from the model's hidden state of the token before.
 
     draft row of token j    from hidden j-1 (the model's) and token j; so it depends on the tokens up to j alone
-    token 0                 has none: nothing came before it. Its row is zeros, and nobody looks at it
-    guesses                 go on from the layer's own hidden states; once the model has computed them, rows are written anew
+    token 0                 has none: nothing came before it. Its row is zeros, and is never read
+    guesses                 continue from the layer's own hidden states; rows are written again once the model has computed them
 
 The hidden state of the last token is kept while a request runs; to resume at any page, each page keeps that of its last token.
 """
@@ -45,11 +45,11 @@ class Hidden:
 def load_own_layer(
     config: Mapping[str, object], source: TensorSource, target: Decoder, *, dtype: str, kv_dtype: str | None
 ) -> LoadedDraft:
-    """The layer behind the model's last. Raises ConfigError (SpecError) for a model without one."""
+    """The layer after the model's last. Raises ConfigError (SpecError) for a model without one."""
     whole = from_config(config, kv_dtype=kv_dtype or dtype, model_dtype=dtype, page_tokens=target.spec.page_tokens, draft=True)
     whole = whole.for_ranks(target.ranks.size)
     states = whole.states[len(target.spec.states) :]
-    spec = replace(whole, states=states, schedule=())  # its layer is behind those of the model
+    spec = replace(whole, states=states, schedule=())  # its layer comes after those of the model
     layer = load_mtp(config, source, target, spec)
     return LoadedDraft(
         states=states,
@@ -60,7 +60,7 @@ def load_own_layer(
 
 class OwnLayerDraft:
     reads_stream = True
-    kernels: Report | None = None  # it has the model's
+    kernels: Report | None = None  # the model's
 
     def __init__(self, layer: MtpLayer, pages: DevicePages, send: Send) -> None:
         self._layer = layer
@@ -113,19 +113,19 @@ class OwnLayerDraft:
         return segment_of(chunk, tokens[1:], position=1, num_logits=0), hidden_NC[:-1]
 
     def _before(self, chunk: Chunk) -> torch.Tensor:
-        """The hidden state of the token before a chunk: from the last pass, or from the page the request resumed behind."""
+        """The hidden state of the token before a chunk: from the last pass, or from the last page it resumed from."""
         lease = lease_of(chunk.request)
         held = self._hidden.get(lease)
         if held is not None:
             return held.rows_NC[lease.position - 1 - held.start]
-        assert lease.position == lease.resume > 0, f"{lease} was followed by nobody"
+        assert lease.position == lease.resume > 0, f"no pass of {lease} was followed"
         page = int(lease.prefix_pages[lease.position // self._pages.spec.page_tokens - 1])
         return self._pages.state_PLRE(HIDDEN)[page, 0, 0].to(self._layer.dtype)
 
     def _keep(self, chunk: Chunk, hidden_NC: torch.Tensor) -> None:
         """Hidden states for the pass to come, and in the pages whose last tokens are among them."""
         lease, page_tokens = lease_of(chunk.request), self._pages.spec.page_tokens
-        first = 0 if chunk.decodes else len(hidden_NC) - 1  # behind guesses it is not known yet which token is the last
+        first = 0 if chunk.decodes else len(hidden_NC) - 1  # after guesses it is not known yet which token is the last
         self._hidden[lease] = Hidden(start=lease.position + first, rows_NC=hidden_NC[first:].clone())
         ends = np.arange(len(hidden_NC))[(np.arange(lease.position, lease.position + len(hidden_NC)) + 1) % page_tokens == 0]
         if len(ends):

@@ -1,4 +1,4 @@
-"""A draft that is a model of its own, usually a much smaller one. It runs over the same tokens as the model, and ahead of it.
+"""A draft that is a model of its own, usually a much smaller one. It runs over the same tokens as the model, ahead of it.
 
 tokens     ... last | guess | guess |
 steps          last -> guess -> guess -> (its row alone)
@@ -23,7 +23,7 @@ from stepwell.engine.requests.request import Chunk
 
 
 def load_separate(draft: Decoder, target: Decoder, identity: str) -> LoadedDraft:
-    """A model as the draft of another. Its states are renamed, so that both have room in a page. Raises ConfigError."""
+    """A model as the draft of another. Its states are renamed, so that both fit in a page. Raises ConfigError."""
     spec = draft.spec
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -54,7 +54,7 @@ class SeparateDraft:
         return self._model.kernels.report
 
     def propose(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """One step more than there are guesses: the last writes the row of the last guess, for it may be right."""
+        """One step more than there are guesses: the last writes the row of the last guess, which may be right."""
         guesses: list[list[int]] = [[] for _ in chunks]
         for step in range(max(chunk.ahead for chunk in chunks) + 1):
             going = [(chunk, made) for chunk, made in zip(chunks, guesses, strict=True) if step <= chunk.ahead]

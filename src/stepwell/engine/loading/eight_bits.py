@@ -1,4 +1,4 @@
-"""Weights that a checkpoint keeps in eight bits, each block of a matrix times a scale of its own; as numbers to compute with.
+"""Weights that a checkpoint stores in eight bits, with a scale for each block of a matrix, as numbers to compute with.
 
     weight  [..., rows, columns] in eight bits        scale  [..., blocks down, blocks across]
 
@@ -29,7 +29,7 @@ def is_eight_bits(tensor: torch.Tensor) -> bool:
 
 
 def scale_names(name: str) -> tuple[str, ...]:
-    """What the scale of a tensor may be called."""
+    """The possible names of the scale of a tensor."""
     shorter = (f"{name.removesuffix('weight')}scale",) if name.endswith(".weight") else ()
     return (f"{name}_scale_inv", f"{name}_scale", *shorter)
 
@@ -50,11 +50,11 @@ def unscaled(
     name: str, tensor: torch.Tensor, scale: torch.Tensor, *, block: Block | None, dtype: torch.dtype,
     whole: tuple[int, ...] | None = None, region: tuple[slice, ...] = (),
 ) -> torch.Tensor:  # fmt: skip
-    """What `tensor` stands for, in `dtype`. `block` None: blocks are of the size that both shapes say.
+    """The numbers of `tensor`, in `dtype`. `block` None: blocks have the size that both shapes imply.
 
-    `region` is where it lies in its matrices, whose shape is `whole`; the scale is that of all of them.
+    `region` is its place in its matrices, whose shape is `whole`; the scale is that of all of them.
 
-    Products are made in fp32, matrix by matrix: whole experts in fp32 would not fit beside the model.
+    Products are computed in fp32, matrix by matrix: whole experts in fp32 would not fit in memory with the model.
     Raises ConfigError that names the tensor when its scale has not one number for each block.
     """
     factor = _factor(scale).to(tensor.device)

@@ -36,11 +36,11 @@ _GEMMA_BLOCK = _BLOCK | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_DERIVED = ("rope_freqs.weight",)  # what a config says in words
+_DERIVED = ("rope_freqs.weight",)  # their content is in the config
 
 
 class GgufTensors:
-    """A TensorSource. Each read maps the file, copies out and lets go. Any number of threads may read."""
+    """A TensorSource. Each read maps the file, copies and unmaps it. Any number of threads may read."""
 
     def __init__(self, path: Path, header: Header) -> None:
         self._path, self._header = path, header
@@ -123,7 +123,7 @@ def _typed(
 
 
 def _unpermuted(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undoes how GGUF orders the rows of a llama's queries and keys.
+    """Undoes GGUF's order of the rows of a llama's queries and keys.
 
     head   a0 b0 a1 b1 a2 b2 ..   pairs that turn together are neighbours (GGUF)
            a0 a1 a2 .. b0 b1 ..   first half against second half (Hugging Face)

@@ -2,7 +2,7 @@
 
     magic | version | tensor count | field count | fields ... | tensor records ... | padding | tensor data ...
 
-Takes the file as hostile: every length is checked against what is left of it before anything is read or made.
+Takes the file as hostile: every length is checked against the rest of the file before anything is read or allocated.
 The `gguf` package has a reader too; it makes an array per element, which is 19 s for a vocabulary of 262,144 tokens.
 """
 
@@ -106,7 +106,7 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(self._number("<I"), self._number("<Q"))
         array = self._numbers(kind, 1)
-        # 1e-5 was written as the nearest float32; its shortest decimal gives back what was meant.
+        # 1e-5 was written as the nearest float32; its shortest decimal is what was meant.
         return float(str(array[0])) if array.dtype == np.float32 else array[0].item()
 
     def _array(self, kind: int, count: int) -> object:

@@ -18,7 +18,7 @@ class SafetensorsFiles:
     def __init__(self, files: Sequence[Path], *, places: Mapping[str, str] | None = None) -> None:
         """`places` is an index, tensor name -> file name; without it every tensor of every file counts.
 
-        Raises ConfigError for files that are not whole, and for an index that says otherwise than they do.
+        Raises ConfigError for files that are not whole, and for an index that contradicts them.
         """
         self._files: dict[str, Any] = {path.name: _opened(path) for path in files}
         held = {name: set(file.keys()) for name, file in self._files.items()}
@@ -34,7 +34,7 @@ class SafetensorsFiles:
         return tuple(self._files[self._places[name]].get_slice(name).get_shape())
 
     def read(self, name: str, region: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Of a region, only the rows it has are read from the file."""
+        """Reads only the rows of a region from the file."""
         file = self._places[name]
         try:
             opened = self._files[file]

@@ -1,7 +1,7 @@
-"""How many characters one token can stand for at most, read off a tokenizer's parts. Tokenizes nothing.
+"""The greatest number of characters that one token can stand for, read off a tokenizer's parts. Tokenizes nothing.
 
-A text that is longer than so many characters for each token of a context cannot fit, and need not be tokenized to be refused.
-Where a part may drop characters, or fold any number of them into one token, there is no such number.
+A text that is longer than that for each token of a context cannot fit, and is refused without tokenizing it. If a part may drop
+characters, or fold any number of them into one token, there is no such number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SPLITTERS = ("ByteLevel", "Metaspace", "Digits")
 
 
 def longest_token(inner: tokenizers.Tokenizer) -> int | None:
-    """Characters of a text that one token stands for at most; None where nothing says so."""
+    """The most characters of a text that one token stands for; None if nothing bounds them."""
     added = inner.get_added_tokens_decoder().values()
     parts = [*_parts(inner.normalizer, "normalizers"), *_parts(inner.pre_tokenizer, "pretokenizers")]
     shrinks = [_shrinks(part) for part in parts]

@@ -1,7 +1,7 @@
 """Text to tokens and back, and tokens to text one at a time. Wraps the `tokenizers` package; reads no files.
 
 Never changes a prompt apart from the token that begins it, which some models cannot do without. Never holds the interpreter
-while it encodes: other threads go on, however long a text is.
+while it encodes, so other threads can run however long a text is.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.engine.loading.text_length import longest_token
 
 _HALF = "\ufffd"  # what decoders put where bytes are not a character (yet)
-_LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
+_LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most 4 tokens
 _LONGEST_HELD = 64  # tokens of nothing but broken characters
 _SEED = 8  # tokens of a prompt that decide how the first ones after it read
-_USUAL = 8  # characters a token that hardly a text has more of
+_USUAL = 8  # characters a token: hardly any text has more
 _PIECE = 1 << 16  # characters that are counted at once
 
 
@@ -71,7 +71,7 @@ class Tokenizer:
         return ids[1:] if ids[:2] == [self._bos_id, self._bos_id] else ids
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Whether a text has more than `limit` tokens, where that can be told sooner than by encoding all of it.
+        """Whether a text certainly has more than `limit` tokens. Cheaper than encoding all of it.
 
         By its length, or by its beginning, in pieces: cutting a text adds a few tokens at each cut, and never doubles them.
         """
@@ -104,7 +104,7 @@ class Tokenizer:
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
         _must_be_whole(text)
-        # Of the ways to encode, those for several texts are the ones that release the interpreter meanwhile.
+        # Only the methods that encode several texts release the interpreter meanwhile.
         return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
 
@@ -130,7 +130,7 @@ class TextStream:
         text = self._text()
         certain = max(len(text.rstrip(_HALF)), self._sent)
         if certain >= len(text) or len(self._held) > _LONGEST_HELD:
-            return self._let_go(text)
+            return self._flush(text)
         self._waited = 0 if certain > self._sent else self._waited + 1
         if self._waited >= _LONGEST_CHARACTER:
             certain, self._waited = certain + 1, 0  # a byte that nothing completes any more
@@ -139,7 +139,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What is still held, as well as it can be read."""
-        return self._let_go(self._text())
+        return self._flush(self._text())
 
     def _text(self) -> str:
         before = self._tokenizer.decode(self._context, special=self._special)
@@ -148,7 +148,7 @@ class TextStream:
             return text[len(before) :]
         return self._tokenizer.decode(self._held, special=self._special)  # bytes that spoil their neighbours: read alone
 
-    def _let_go(self, text: str) -> str:
+    def _flush(self, text: str) -> str:
         # A special token is no text and gives no context; then what came before still counts.
         self._context = self._held[-_SEED:] if text else (self._context + self._held)[-_SEED:]
         new = text[self._sent :]

@@ -1,9 +1,9 @@
 """A checkpoint's tensors by name, as models take them: each once, in the right type, on the right device.
 
     take(name, Share(4 from 4 of 8), 3)           rows 4 to 7 of 8: what this rank has of them, and no other byte is read
-    take(name, (Share(2 from 2 of 4), 5), 3)      rows 2 and 3 of the first 4 of 9, and all of the 5 behind them
+    take(name, (Share(2 from 2 of 4), 5), 3)      rows 2 and 3 of the first 4 of 9, and the 5 after them
 
-Knows no file formats: a `TensorSource` reads. What nobody took is an error, for a model that ignores a tensor computes
+Knows no file formats: a `TensorSource` reads. A tensor left over is an error, because a model that ignores one computes
 something else.
 """
 
@@ -19,7 +19,7 @@ from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.eight_bits import Block, is_eight_bits, scale_names, unscaled
 from stepwell.engine.ranks import ALONE, Ranks, Share
 
-Size = int | tuple[int, ...] | None  # of an axis, or of its pieces one behind the other; None where a config does not say it
+Size = int | tuple[int, ...] | None  # of an axis, or of its pieces in order; None if a config does not say it
 Region = tuple[slice, ...]  # of a tensor: a slice for each axis, or nothing for all of it
 
 
@@ -29,7 +29,7 @@ class TensorSource(Protocol):
     def names(self) -> Iterable[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, which is not read."""
+        """The shape of one tensor, without reading it."""
         ...
 
     def read(self, name: str, region: Region = ()) -> torch.Tensor:
@@ -38,7 +38,7 @@ class TensorSource(Protocol):
 
 
 class HeldTensors:
-    """Tensors that are in memory already."""
+    """Tensors in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -75,8 +75,8 @@ class Weights:
         self, source: TensorSource, *, dtype: torch.dtype, device: str | torch.device, block: Block | None = None,
         config: Mapping[str, object] | None = None, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
-        """`block` is what a scale is for, where the config says it; else shapes do. `config` is for words: who said a size.
-        `ranks` say whose tensors these are; what is shared among them is said by the sizes that tensors are taken with.
+        """`block` is the part of a matrix with one scale, if the config says it; else shapes do. `config` names fields in errors.
+        `ranks` shares tensors by the sizes that they are taken with.
         """
         self._source = source
         self._left = dict.fromkeys(source.names())
@@ -88,7 +88,7 @@ class Weights:
         self.ranks = ranks
 
     def names(self) -> Iterable[str]:
-        """Of the tensors that were not taken."""
+        """Names of the tensors that were not taken."""
         return self._left.keys()
 
     def has(self, name: str) -> bool:
@@ -119,17 +119,17 @@ class Weights:
         return torch.cat(parts, dim=cut) if len(parts) > 1 else parts[0]
 
     def shared(self, size: int | None, what: str, *, of: str, axis: int) -> int | None:
-        """This rank's part of a size. Where a config does not say it, the tensor `of` does."""
+        """This rank's part of a size. If a config does not say it, the tensor `of` does."""
         if size is None and self.ranks.size > 1 and self.has(of):
             size = self._source.shape(of)[axis]
         return None if size is None else self.ranks.share(size, what)
 
     def joined(self, sizes: Mapping[str, Size], *rest: Size) -> torch.Tensor:
-        """Several tensors as one, along their first axis, whose size each name has beside it: one product instead of several."""
+        """Several tensors as one, along their first axis, with the size of each: one product instead of several."""
         return torch.cat([self.take(name, first, *rest) for name, first in sizes.items()])
 
     def skip(self, *beginnings: str) -> None:
-        """Says that tensors with these beginnings are not needed."""
+        """Tensors with these prefixes are not needed."""
         self._left = {name: None for name in self._left if not name.startswith(beginnings)}
 
     def finish(self) -> None:
@@ -159,20 +159,20 @@ class Weights:
 
     def _scale(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The scale of a tensor that must have one."""
-        beside = next((each for each in scale_names(name) if each in self._left or self._scale_of.get(name) == each), None)
+        scale = next((each for each in scale_names(name) if each in self._left or self._scale_of.get(name) == each), None)
         if is_eight_bits(tensor):
-            if beside is None:
+            if scale is None:
                 raise ConfigError(f"tensor {name!r} is in eight bits, and the checkpoint has no {scale_names(name)[0]!r} for it")
-            self._left.pop(beside, None)
-            self._scale_of[name] = beside
-            return self._source.read(beside)
-        if beside is not None and not tensor.is_floating_point():
+            self._left.pop(scale, None)
+            self._scale_of[name] = scale
+            return self._source.read(scale)
+        if scale is not None and not tensor.is_floating_point():
             raise ConfigError(f"tensor {name!r} is packed as {tensor.dtype}; only weights in eight-bit floats are unpacked here")
         return None
 
 
 def _pieces(size: Size) -> tuple[int, ...]:
-    """Of an axis whose size is known; none of any other."""
+    """The pieces of an axis whose size is known; none of any other."""
     return () if size is None else size if isinstance(size, tuple) else (size,)
 
 

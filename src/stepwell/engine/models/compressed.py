@@ -1,4 +1,4 @@
-"""Attention of DeepSeek-V4: a window of rows in every layer, and beside it, in most, entries of compressed groups.
+"""Attention of DeepSeek-V4: a window of rows in every layer, and in most also entries of compressed groups.
 
     row        key and value in one, the same for all heads; its last channels are turned by its position
     seen       by a query in rows and entries: turned back by the query's position, so that only distances count
@@ -27,7 +27,7 @@ from stepwell.engine.passes.rows import RowFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Closing:
-    """Groups of one ratio in a pass, and how far their entries are turned: by the position of their first token."""
+    """Groups of one ratio in a pass, and the rotation of their entries: by the position of their first token."""
 
     groups: Groups
     turn_GX: torch.Tensor

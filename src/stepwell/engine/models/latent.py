@@ -30,7 +30,7 @@ _EPS = 1e-6  # of the norms inside, whatever the config says of those outside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSizes:
-    """Of one layer. A query is `plain` channels and `rotated` ones; a row is `rank` channels and the same rotated ones.
+    """The sizes of one layer. A query is `plain` channels and `rotated` ones; a row is `rank` channels and the same rotated ones.
 
     `query_rank` is that of a low-rank query, and None if one product computes the query. `biased` are the products into and out
     of a layer, and none between.
@@ -47,7 +47,7 @@ class LatentSizes:
 
     @classmethod
     def read(cls, config: Fields, ranks: Ranks) -> LatentSizes:
-        """Of one rank: it has some of the heads, and computes and stores whole rows, as all others do."""
+        """The sizes of one rank: it has some of the heads, and computes and stores whole rows, as all others do."""
         return cls(
             hidden=config.size("hidden_size"),
             heads=ranks.share(config.size("num_attention_heads"), "attention heads"),

@@ -28,7 +28,7 @@ from stepwell.engine.ranks import Ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sizes:
-    """Of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads.
+    """The sizes of one mixer. Each of `groups` has one key and one query, of `state` channels, for its share of the heads.
 
     Ranks share the heads, and the groups that go with them; if there are fewer groups than ranks, several ranks have the same.
     """

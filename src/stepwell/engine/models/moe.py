@@ -1,4 +1,4 @@
-"""A feed-forward block of many experts of which each token visits a few. Shared by all families that have one.
+"""A feed-forward block of many experts; each token visits a few. Shared by all families that have one.
 
     logits = router(x);  a family's route chooses K experts a token, and their shares;  out = sum of share * expert(x)
 

@@ -28,7 +28,7 @@ from stepwell.engine.passes.batch import Batch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sizes:
-    """Of one delta net."""
+    """The sizes of one delta net."""
 
     key_heads: int
     key_dim: int

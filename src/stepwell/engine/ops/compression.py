@@ -29,7 +29,7 @@ BLOCK_NUMBERS = 16 << 20  # of scores, or of gathered entries, at a time
 
 
 def close_groups(groups: Groups, made_NE: torch.Tensor, open_XRE: torch.Tensor) -> torch.Tensor:
-    """What all tokens of the groups that close have made, `[G, R, E]`. Leaves what tokens behind them made in their slots."""
+    """The inputs of all tokens of the groups that close, `[G, R, E]`. Leaves those of later tokens in their slots."""
     older, left = groups.older, groups.left
     if groups.closes_G is not None:
         open_XRE[left.slot, left.row] = made_NE[left.of]
@@ -46,7 +46,7 @@ def pool(value_GRC: torch.Tensor, gate_GRC: torch.Tensor) -> torch.Tensor:
 
 
 def keep_entries(groups: Groups, rows: Rows, entry_GC: torch.Tensor, write: Callable[..., None]) -> None:
-    """Writes the entries of groups that close. What lies where the others would go stays as it is, byte for byte."""
+    """Writes the entries of groups that close. The places of the other groups keep their bytes."""
     page_G, row_G = groups.page_G, groups.row_G
     before_GE = None if groups.closes_G is None else rows.stored_PRE[page_G, row_G]
     write(rows, page_G, row_G, entry_GC)
@@ -57,13 +57,13 @@ def keep_entries(groups: Groups, rows: Rows, entry_GC: torch.Tensor, write: Call
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Overlap:
-    """One layer's overlap state: values as the model computes, then gates in fp32, whatever number format that is."""
+    """One layer's overlap state: values as the model computes, then gates in fp32, whatever that format is."""
 
     bytes_PB: torch.Tensor
     dtype: torch.dtype
 
     def join(self, groups: Groups, value_GRE: torch.Tensor, gate_GRE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each group's tokens the second halves, after the first halves of the group before it: `[G, 2R, E / 2]`.
+        """The second halves of each group's tokens, after the first halves of the group before it: `[G, 2R, E / 2]`.
 
         Leaves the first halves of each segment's last group in its point page.
         """
@@ -97,7 +97,7 @@ class Overlap:
 class Index:
     """Selects entries: for each token the `count` best by the sum over heads of weight * relu(query . key), in fp32.
 
-    Of equal ones the first. Nothing is scored if no token sees more than `count` entries.
+    Ties go to the first. Nothing is scored if no token sees more than `count` entries.
     """
 
     query_NID: torch.Tensor
@@ -189,7 +189,7 @@ def _weigh(
 
 
 def _products(x_STHD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Of each head with each row, `[S, T, H, K]`: rows of its segment, `[S, K, D]`, or of its token, `[S, T, K, D]`."""
+    """Products of each head with each row, `[S, T, H, K]`: rows of its segment, `[S, K, D]`, or of its token, `[S, T, K, D]`."""
     if rows.ndim == x_STHD.ndim:
         return x_STHD @ rows.mT
     product_STHK: torch.Tensor = (x_STHD.flatten(1, 2) @ rows.mT).unflatten(1, x_STHD.shape[1:3])

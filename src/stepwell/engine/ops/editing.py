@@ -34,7 +34,7 @@ NO_NUMBERS: Numbers = np.empty(0, np.float64)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Edit:
-    """What is done to one row. Ids stand at most once in each field."""
+    """The changes of one row. Ids occur at most once in each field."""
 
     biased: Ids = field(default_factory=lambda: NO_IDS)
     biases: Numbers = field(default_factory=lambda: NO_NUMBERS)  # added
@@ -48,7 +48,7 @@ class Edit:
 
 
 def words_for(vocab: int) -> int:
-    """Of `Edit.allowed`."""
+    """The number of words of `Edit.allowed`."""
     return -(-vocab // WORD_BITS)
 
 

@@ -1,4 +1,4 @@
-"""A fast operation with its reference in plain torch as the fallback, and the report of which of them runs.
+"""A fast operation with its reference in plain torch as the fallback, and the report of the one that runs.
 
 An operation whose kernel a library cannot build or launch runs in plain torch from then on, with one warning and a count:
 slower, never wrong. Inputs for which a library has no kernel run there too, and are logged once. Every other error fails the

@@ -1,8 +1,8 @@
-"""How likely tokens were, of all rows of a pass at once: what `logprobs` and `prompt_logprobs` report. Plain torch.
+"""The likelihoods of tokens, for all rows of a pass at once, as `logprobs` and `prompt_logprobs` report them. Plain torch.
 
     of each row     logprob | rank | K ids of the likeliest tokens | K logprobs of these        in 32 bits each
 
-All of it comes to the host in one copy, behind the tokens. What a row gets depends on its own logits alone, not on which rows it
+All of it comes to the host in one copy, after the tokens. What a row gets depends on its own logits alone, not on which rows it
 shares a pass with: of equally likely tokens the smaller id comes first. The host never waits.
 
 Axes: L rows, V tokens of the vocabulary, K alternatives, X numbers of a row.
@@ -23,7 +23,7 @@ ROWS_TOGETHER = 2**22  # logits: the memory this needs does not grow with the ba
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """Of one token: its logprob, its rank from 1 on, and the likeliest tokens with theirs."""
+    """The logprob of one token, its rank from 1 on, and the likeliest tokens with their logprobs."""
 
     logprob: float
     rank: int
@@ -31,7 +31,7 @@ class Likelihood:
 
 
 def likelihoods(logits_LV: torch.Tensor, token_L: torch.Tensor, count: int) -> torch.Tensor:
-    """Of a token of each row, with `count` alternatives: `[L, X]` in int32, for `read_likelihoods`."""
+    """The likelihood of one token of each row, with `count` alternatives: `[L, X]` in int32, for `read_likelihoods`."""
     rows = max(ROWS_TOGETHER // logits_LV.shape[1], 1)
     parts = zip(logits_LV.split(rows), token_L.split(rows), strict=True)
     return torch.cat([_packed(logits, token, min(count, logits.shape[1])) for logits, token in parts])

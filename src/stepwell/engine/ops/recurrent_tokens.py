@@ -24,7 +24,7 @@ FOREVER = (0.0, math.inf)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """Of every token: `[N, H]` for heads that decay as a whole, `[N, H, D]` for channels that decay one by one."""
+    """The steps of every token: `[N, H]` for heads that decay as a whole, `[N, H, D]` for channels that decay one by one."""
 
     raw: torch.Tensor
     bias: torch.Tensor  # [H] or [H, D], fp32
@@ -77,7 +77,7 @@ class Tokens:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Of one segment's state: heads, width of a key, width of a value."""
+        """The shape of one segment's state: heads, width of a key, width of a value."""
         return self.value_NHV.shape[1], self.key_NKD.shape[2], self.value_NHV.shape[2]
 
     @property

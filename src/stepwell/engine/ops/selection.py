@@ -88,7 +88,7 @@ def attend_selected(
 
 
 def best(score_XT: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions of the `count` highest scores, ascending, `[X, K]`. Of equal ones the earliest. NaN is highest, to be seen."""
+    """Positions of the `count` highest scores, ascending, `[X, K]`. Ties go to the earliest. NaN is highest, so that it shows."""
     score_XT = score_XT.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     least_X1 = score_XT.topk(count, dim=-1).values[:, -1:]
     above_XT, level_XT = score_XT > least_X1, score_XT == least_X1

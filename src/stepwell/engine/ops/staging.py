@@ -1,4 +1,4 @@
-"""Attention over rows, some of which are only on the host.
+"""Attention over rows that are partly on the host only.
 
 Rows that singles and short runs selected are read where they are. Rows of longer runs are copied to a staging buffer first, one
 layer of one run at a time.

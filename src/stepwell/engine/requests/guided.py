@@ -1,12 +1,12 @@
-"""Answers that follow a grammar: which tokens may come next. Wraps `llguidance`, which is imported on first use.
+"""Constrained decoding: the tokens that may come next under a grammar. Wraps `llguidance`, which is imported on first use.
 
     prepare    once an engine, before the first request: the library reads the vocabulary, and holds the interpreter meanwhile
     compile    once a grammar, on a thread of the server's: bounded by its size, by fuel, and by a trial in a process of its
                own (`guided_trial.py`), so that no client can ask for more
     follow     once an answer: reads its tokens as they come, and says what may follow them and a draft's guesses
 
-A grammar is compiled for one vocabulary. Where an answer stands in it follows from its tokens alone. Models that think first may
-do so: then the grammar begins behind the token that ends their thoughts.
+A grammar is compiled for one vocabulary. Its state follows from the tokens of an answer alone. Models that think first may do
+so: then the grammar begins after the token that ends their thoughts.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What answers are to follow, as it was asked for."""
+    """The grammar of an answer, as requested."""
 
     kind: Kind
     source: str
 
 
 class OffGrammar(Exception):
-    """The grammar was too much for its limits in the middle of an answer."""
+    """The grammar exceeded its limits in the middle of an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class Guide:
         self.thoughts = thoughts
 
     def behind(self, thoughts: Thoughts) -> Guide:
-        """The same for answers that may think first."""
+        """The same grammar for answers that may think first."""
         return Guide(self._start, self._vocab_size, self._eos_ids, thoughts)
 
     def follow(self) -> Following:
@@ -102,7 +102,7 @@ class Guide:
 
 
 class Following:
-    """One answer's place in a grammar. One thread."""
+    """One answer's state in a grammar. One thread."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos_ids: frozenset[int], thoughts: Thoughts | None) -> None:
         self._matcher = matcher
@@ -113,10 +113,10 @@ class Following:
         self._read = 0  # tokens of the answer that the matcher has seen, or need not see
 
     def allowed(self, answer: Sequence[int], guesses: Sequence[int] = ()) -> npt.NDArray[np.int32]:
-        """A bit for each token that may come behind an answer, which only grows, and guesses. Raises OffGrammar.
+        """A bit for each token that may follow an answer, which only grows, and guesses. Raises OffGrammar.
 
-        Where a guess is not allowed, no bit is of use: nobody chooses it, and what is behind it is dropped. While it thinks
-        an answer may go on with all but its end.
+        After a guess that is not allowed the bits mean nothing: it is never chosen, and what follows it is dropped. While it
+        thinks, an answer may continue with any token but one that ends it.
         """
         tokens = [*answer, *guesses]
         first = 0 if self._thoughts is None else self._thoughts.end(tokens, self._thought)
@@ -190,7 +190,7 @@ class KeptGuides:
 
 
 def _size_bytes(grammar: Grammar) -> int:
-    """What a compiled grammar takes at most, by the length of its source: the library does not say."""
+    """The most memory of a compiled grammar, by the length of its source: the library does not say."""
     return _BASE_BYTES + _BYTES_PER_CHARACTER * len(grammar.source)
 
 
@@ -206,8 +206,8 @@ class Guides:
         self._read: Any = None  # the library's view of the vocabulary
 
     def prepare(self) -> None:
-        """Reads the vocabulary now: seconds for a large one, in which no other thread runs. Where it cannot be read, or the
-        library is missing, the log says so, and requests with a grammar are refused.
+        """Reads the vocabulary now: seconds for a large one, in which no other thread runs. If it cannot be read, or the library
+        is missing, the log says so, and requests with a grammar are refused.
         """
         began_s = time.monotonic()
         try:
@@ -221,7 +221,7 @@ class Guides:
     def compile(self, grammar: Grammar, *, tenant: str | None = None) -> Guide:
         """Raises ConfigError for what is no grammar, or too large a one, and where the library is missing.
 
-        `tenant`: whose share of the kept grammars it counts against. Tenants do not share compiled grammars.
+        `tenant` has a share of the kept grammars. Tenants do not share compiled grammars.
         """
         if len(grammar.source) > MAX_SOURCE:
             raise ConfigError(f"a grammar may have {MAX_SOURCE} characters, got {len(grammar.source)}: make it smaller")
@@ -295,7 +295,7 @@ def _must_compile_in_time(grammar: Grammar) -> None:
 
 
 def _called(grammar: Grammar) -> str:
-    """As clients know it, who know of no frames."""
+    """The name that clients know, who know no frames."""
     return "grammar" if grammar.kind is Kind.FRAMED else grammar.kind.value
 
 

@@ -1,4 +1,4 @@
-"""What the engine is asked, what it answers, and how far each request has come. Only remembers; the engine changes it."""
+"""Requests to the engine, their answers, and the state of each. Data only; the engine changes it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ MIN_TEMPERATURE = 1e-6  # a smaller one counts as 0: it chooses the same tokens,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an answer is made. A temperature of 0 takes the likeliest token every time; so does one below 1e-6."""
+    """How tokens are sampled. A temperature of 0 takes the likeliest token every time; so does one below 1e-6."""
 
     max_tokens: int | None = None  # None for `default_max_tokens`
-    default_max_tokens: int | None = None  # or fewer where fewer fit; None for as many as fit
+    default_max_tokens: int | None = None  # or fewer if fewer fit; None for all that fit
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    logprobs: int | None = None  # so many alternatives with each token; 0 for the token's own alone
+    logprobs: int | None = None  # number of alternatives with each token; 0 for the token's own logprob alone
     ignore_eos: bool = False
     min_p: float = 0.0  # of the likeliest token's share: less likely ones are not drawn
     frequency_penalty: float = 0.0  # times how often a token stands in the answer, subtracted from its logit
@@ -47,10 +47,10 @@ class Sampling:
     show_special: bool = False  # special tokens stand in the text, as parsers of calls need them
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's tokens; all of it is computed, for this request alone
 
-    def most_tokens(self, room: int) -> int:
-        """How long an answer may be where so many tokens fit."""
-        wanted = room if self.default_max_tokens is None else max(self.default_max_tokens, self.min_tokens)
-        return self.max_tokens or min(wanted, room)
+    def most_tokens(self, capacity: int) -> int:
+        """The longest answer if `capacity` tokens fit."""
+        wanted = capacity if self.default_max_tokens is None else max(self.default_max_tokens, self.min_tokens)
+        return self.max_tokens or min(wanted, capacity)
 
     @property
     def needs_tokens(self) -> bool:
@@ -115,12 +115,12 @@ class Ask:
     tokens: Sequence[int]
     sampling: Sampling = field(default_factory=Sampling)
     salt: str | None = None
-    tenant: str | None = None  # whose quota of the store it counts against
+    tenant: str | None = None  # has a quota of the store
     priority: int = 0
     ttl_s: float | None = None
     hints: tuple[int, ...] = ()
     guide: Guide | None = None  # the grammar that its answer follows
-    use_cache: bool = True  # false: computes all of its prompt, and leaves nothing to others
+    use_cache: bool = True  # false: computes all of its prompt, and caches nothing
     speculate: bool = True  # where the engine has a draft
     arrived_s: float | None = None  # by the engine's clock; None for when it is submitted
 
@@ -135,7 +135,7 @@ class Finish(Enum):
     STOP = "stop"  # the model ended its answer, or a stop string came
     LENGTH = "length"
     ABORTED = "abort"
-    LATE = "timeout"  # whoever asked had given it so long: aborted too
+    LATE = "timeout"  # its time was over: aborted too
     FAILED = "error"
 
 
@@ -154,7 +154,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     sources: Sources
-    # When it came how far, in seconds after it arrived. None for what it never came to.
+    # Times in seconds after it arrived; None for a stage that it never reached.
     entered_s: float = 0.0  # the engine had it
     looked_up_s: float | None = None  # what is known of its prompt was found
     fetched_s: float | None = None  # it waited for the store no more; None where there was nothing to wait for
@@ -169,10 +169,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What was added to one answer: a token. Where a draft guessed well, a step adds several, each with a delta of its own.
+    """An addition to one answer: a token. If a draft guessed well, a step adds several, each with its own delta.
 
-    The last one has `finish` and `usage`, and `error` where it failed. The first one has `prompt_logprobs` where they were asked
-    for, of all tokens of the prompt but the first.
+    The last one has `finish` and `usage`, and `error` if it failed. The first one has `prompt_logprobs` if requested, of all
+    tokens of the prompt but the first.
     """
 
     request: int
@@ -181,14 +181,14 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish: Finish | None = None
-    stop_reason: int | str | None = None  # the token or string that was to end it, and did
+    stop_reason: int | str | None = None  # the stop token or string that ended it
     usage: Usage | None = None
     error: str | None = None
 
 
 @dataclass(kw_only=True, eq=False)
 class Request:
-    """One request on its way through the engine. Waits while it has no lease."""
+    """One request in the engine. Waits while it has no lease."""
 
     id: int
     ask: Ask
@@ -196,7 +196,7 @@ class Request:
     max_tokens: int
     stream: TextStream | None
     stops: StopFinder
-    seed: int  # of the numbers its tokens are drawn with
+    seed: int  # of the random numbers for its tokens
     ends_on: frozenset[int]  # tokens that end its answer
     arrived_s: float
     entered_s: float  # when the engine had it
@@ -204,8 +204,8 @@ class Request:
     tokens: list[int]  # of the prompt and of the answer so far
     lease: Lease | None = None
     ticket: Ticket | None = None
-    match: Match | None = None  # what was found of its prompt, while it waits
-    started: int = 0  # everything before it is in passes that were started under its lease, to be read later
+    match: Match | None = None  # the match of its prompt, while it waits
+    started: int = 0  # everything before it is computed, or in a pass in flight under its lease
     started_copies: bool = False  # whether the last of these copies its point state
     sources: Sources | None = None  # of the prompt, when it began
     looked_up_s: float | None = None
@@ -214,14 +214,14 @@ class Request:
     computes_s: float | None = None  # since when it is in passes
     first_token_s: float | None = None
     preemptions: int = 0
-    repacked_at: int | None = None  # where it was preempted for lack of room, alone
+    repacked_at: int | None = None  # its position when it was preempted for lack of memory, alone
     failures: int = 0  # leases whose bytes did not arrive
     proposed: int = 0
     accepted: int = 0
-    broken: str | None = None  # why it cannot go on, where that was found while a pass ran
-    following: Following | None = None  # of its guide, once it was asked for
-    seen: Seen | None = None  # what penalties need, once it was asked for
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, where they were asked for
+    broken: str | None = None  # why it cannot continue, if a pass found that out
+    following: Following | None = None  # its state in the grammar, once needed
+    seen: Seen | None = None  # for penalties, once needed
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # so far, if requested
 
     @cached_property
     def needs_tokens(self) -> bool:
@@ -234,8 +234,8 @@ class Request:
         return self.ask.guide is not None or self.ask.sampling.edits or self.ask.sampling.min_tokens > 0
 
     @property
-    def tells_prompt(self) -> bool:
-        """Whether logprobs of its prompt are still to be computed."""
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of its prompt must still be computed."""
         return self.ask.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     @cached_property
@@ -253,7 +253,7 @@ class Request:
 
     @property
     def reached(self) -> int:
-        """Everything before it is computed, or will be by a pass that was started and is not read yet."""
+        """Everything before it is computed, or will be by a pass in flight."""
         return max(self.position, self.started)
 
     @property
@@ -266,14 +266,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chunk:
-    """The next tokens of a request, `[start, end)`; then room for `ahead` guesses of what follows, once they are `proposed`."""
+    """The next tokens of a request, `[start, end)`; then `ahead` guesses of what follows, once they are `proposed`."""
 
     request: Request
     start: int
     end: int
     ahead: int = 0
     proposed: tuple[int, ...] = ()
-    arriving: tuple[Arriving, ...] = ()  # loads that bring pages of its lease while it is computed; none where all is there
+    arriving: tuple[Arriving, ...] = ()  # loads that bring pages of its lease while it is computed; none if all pages are there
     point_copy: int | None = None  # the page to which its pass copies the point state that it ends with
 
     @property
@@ -281,18 +281,18 @@ class Chunk:
         return self.end + self.ahead - self.start
 
     @property
-    def told(self) -> Sequence[int]:
-        """Tokens behind each of its own, as far as they are known, where logprobs of the prompt are wanted."""
-        return self.request.tokens[self.start + 1 : self.end + 1] if self.request.tells_prompt else ()
+    def prompt_targets(self) -> Sequence[int]:
+        """The known tokens after each of its own, if logprobs of the prompt are wanted."""
+        return self.request.tokens[self.start + 1 : self.end + 1] if self.request.wants_prompt_logprobs else ()
 
     @property
     def num_logits(self) -> int:
-        """Rows of logits that are wanted of it: for what is told, for the token that comes next, for each that is proposed."""
-        return len(self.told) + (1 + len(self.proposed) if self.completes else 0)
+        """The rows of logits that it needs: for prompt logprobs, for the next token, for each proposed token."""
+        return len(self.prompt_targets) + (1 + len(self.proposed) if self.completes else 0)
 
     @property
     def follows(self) -> bool:
-        """Whether it is a token that only the device knows: one that a pass is to choose which nobody has read yet."""
+        """Whether its token is known only to the device: a pass in flight chooses it."""
         return self.start == len(self.request.tokens)
 
     @property
@@ -302,5 +302,5 @@ class Chunk:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is the last token alone, and what may be guessed after it."""
+        """Whether it is the last token alone, perhaps with guesses after it."""
         return self.completes and self.end - self.start == 1

@@ -1,4 +1,4 @@
-"""JSON schemas as the grammar library can follow them: what is no assertion is left out, and what is proven is said in its words.
+"""JSON schemas as the grammar library can follow them: annotations are left out, and equivalent forms replaced by its own.
 
     format                   an annotation, by JSON Schema's own rules, unless the library can follow it
     uniqueItems: false       asserts nothing
@@ -30,7 +30,7 @@ def followable(source: str) -> str:
 
 
 def in_plain_words(error: str) -> str:
-    """What the library says of a schema that it cannot follow."""
+    """The library's error for a schema that it cannot follow, in plain words."""
     found = _NOT_FOLLOWED.search(error)
     if found is not None:
         names = " and ".join(json.dumps(each) for each in json.loads(found.group(1)))
@@ -90,7 +90,7 @@ class _Rewriter:
         return values[0] is not None and values[1] is not None and values[0].isdisjoint(values[1])
 
     def _values(self, schema: Any) -> set[str] | None:
-        """All values that a schema allows, where it names them: texts, booleans and whole numbers, of which no two are equal."""
+        """All values that a schema allows, where it names them: texts, booleans and whole numbers, no two of them equal."""
         if not isinstance(schema, Mapping):
             return None
         found = [schema["const"]] if "const" in schema else schema.get("enum")

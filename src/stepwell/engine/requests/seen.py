@@ -1,4 +1,4 @@
-"""Tokens that a request has so far, as penalties ask for them. Knows no request."""
+"""The tokens that a request has so far, for penalties. Knows no request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 class Seen:
-    """Which tokens a request has, and how often its answer has them. Reads a list that only grows."""
+    """The distinct tokens of a request, and their counts in its answer. Reads a list that only grows."""
 
     def __init__(self, tokens: Sequence[int], prompt_tokens: int) -> None:
         self._tokens = tokens

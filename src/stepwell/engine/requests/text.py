@@ -1,4 +1,4 @@
-"""Text of answers: what the engine needs of a tokenizer (`loading/tokenizer.py` fills it), and where stop strings end it."""
+"""Text of answers: the part of a tokenizer that the engine needs (see `loading/tokenizer.py`), and stop strings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TextStream(Protocol):
     """An answer's tokens as text, as they come."""
 
     def push(self, token: int) -> str:
-        """The text that is certain now: never half a character."""
+        """The text that is certain now, never half a character."""
         ...
 
     def finish(self) -> str:
@@ -20,11 +20,11 @@ class TextStream(Protocol):
 
 class Text(Protocol):
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Raises BadTokens for what is not whole text. Must let other threads go on meanwhile."""
+        """Raises BadTokens for what is not whole text. Must let other threads run meanwhile."""
         ...
 
     def exceeds(self, text: str, limit: int) -> bool:
-        """Whether a text is far too long for `limit` tokens, told sooner than by encoding it."""
+        """Whether a text is certainly too long for `limit` tokens. Cheaper than encoding it."""
         ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""How requests' tokens are drawn, and what was chosen from a pass's logits. Keeps nothing; `ops/drawing.py` draws.
+"""Settings by which requests' tokens are drawn, and the tokens chosen from a pass's logits. Stateless; `ops/drawing.py` draws.
 
 A token is drawn with a number that follows from its request's seed and its place in the sequence. So the numbers of a pass are
 known before its tokens are, and a token that is computed again, after preemption or for a draft, is drawn alike.
@@ -25,7 +25,7 @@ _CHOSEN = -1  # in place of a token of the prompt
 
 
 def draw_of(request: Request, after: int = 0) -> Draw | None:
-    """How a request's token is drawn that comes `after` so many that nobody has read yet; None for the likeliest."""
+    """The draw of a request's token, `after` places after the next one; None for the likeliest token."""
     sampling = request.ask.sampling
     if sampling.temperature == 0:
         return None
@@ -34,15 +34,15 @@ def draw_of(request: Request, after: int = 0) -> Draw | None:
 
 
 def choosing_for(chunks: Sequence[Chunk]) -> list[Choosing]:
-    """How the token behind each row of a pass's logits is chosen: of each chunk those that are told, then of one that completes
-    the next, and those behind what is proposed.
+    """How the token after each row of a pass's logits is chosen. The rows of a chunk are those of prompt logprobs, then, if it
+    completes, of the next token, and of those after the proposed ones.
     """
     return [way for chunk in chunks for way in _choosing(chunk)]
 
 
 def _choosing(chunk: Chunk) -> Iterator[Choosing]:
     request, sampling = chunk.request, chunk.request.ask.sampling
-    yield from (Choosing(given=token, logprobs=sampling.prompt_logprobs) for token in chunk.told)
+    yield from (Choosing(given=token, logprobs=sampling.prompt_logprobs) for token in chunk.prompt_targets)
     for after in range(1 + len(chunk.proposed)) if chunk.completes else ():
         edit = edit_of(request, chunk.proposed[:after])
         yield Choosing(draw=draw_of(request, after), edit=edit, logprobs=sampling.logprobs)
@@ -69,26 +69,26 @@ def _mixed(word: int) -> int:
 
 
 class Choosing(NamedTuple):
-    """How the token behind one row of logits is chosen; and how many alternatives are told with it, None for no logprob."""
+    """How the token after one row of logits is chosen, and its number of alternatives, None for no logprob."""
 
     draw: Draw | None = None
     edit: Edit | None = None
-    given: int | None = None  # a token of the prompt: there is nothing to choose, and only its logprob is wanted
+    given: int | None = None  # a token of the prompt: only its logprob is needed
     logprobs: int | None = None
 
 
 class Chosen(NamedTuple):
-    """A token, with its logprob where that was asked for."""
+    """A token, with its logprob if requested."""
 
     token: int
     logprob: TokenLogprob | None = None
 
 
 class ChosenRows(Protocol):
-    """What was chosen from each row of a pass's logits, whoever chose."""
+    """The tokens chosen from each row of a pass's logits, here or on a rank."""
 
     def of(self, row: int) -> Chosen | None:
-        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        """None for a row that holds something other than numbers: nothing can be chosen from it."""
         ...
 
 
@@ -104,17 +104,17 @@ class Choices:
         token_B = kernels.pick(changed_BV, [way.draw for way in choosing])
         rows = [row for row, way in enumerate(choosing) if way.logprobs is not None]
         numbers = kernels.to_host(_with_logprobs(token_B, logits_BV, choosing, rows, kernels.send) if rows else token_B).read()
-        self.tokens, told = numbers[: len(choosing)], numbers[len(choosing) :]
-        found = read_likelihoods(told, [choosing[row].logprobs or 0 for row in rows]) if rows else []
+        self.tokens, packed = numbers[: len(choosing)], numbers[len(choosing) :]
+        found = read_likelihoods(packed, [choosing[row].logprobs or 0 for row in rows]) if rows else []
         self._likelihoods = dict(zip(rows, found, strict=True))
 
     @property
     def tokens_alone(self) -> bool:
-        """Whether `tokens` is all that there is to tell: no logprob is asked for, and none of them was given."""
+        """Whether `tokens` is the whole outcome: no logprob is requested, and no token was given."""
         return all(way[2] is way[3] is None for way in self._choosing)  # given, logprobs
 
     def of(self, row: int) -> Chosen | None:
-        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        """None for a row that holds something other than numbers: nothing can be chosen from it."""
         way, token = self._choosing[row], self.tokens[row]
         if token == NAN_LOGITS:
             return None
@@ -127,7 +127,7 @@ class Choices:
 def _with_logprobs(
     token_B: torch.Tensor, logits_BV: torch.Tensor, choosing: Sequence[Choosing], rows: Sequence[int], send: Send
 ) -> torch.Tensor:
-    """All tokens and, behind them, the likelihoods of those `rows`, for one copy to the host."""
+    """All tokens, then the likelihoods of `rows`, for one copy to the host."""
     given = [_CHOSEN if choosing[row].given is None else choosing[row].given for row in rows]
     row_L, given_L = on_device(np.array([rows, given], np.int64), logits_BV.device, send)
     token_L = token_B[row_L].where(given_L == _CHOSEN, given_L).clamp_min(0)  # an unsound row has no token

@@ -1,7 +1,7 @@
-"""What a request's settings change in its logits, for the token that comes next. `ops/editing.py` makes the changes.
+"""The changes that a request's settings make to the logits of its next token. `ops/editing.py` applies them.
 
-Biases, `min_p` and `min_tokens` are known before the token before is: such requests may be computed ahead of what was read.
-Penalties and grammars are not. What they remember follows from a request's tokens alone, and is made again where it is missing.
+Biases, `min_p` and `min_tokens` are known before the token before is: such requests may have passes in flight.
+Penalties and grammars are not. Their state follows from a request's tokens alone, and is computed again where it is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OFF_GRAMMAR = "the grammar became too complex to follow in the middle of the ans
 
 
 def edit_of(request: Request, guesses: Sequence[int] = (), *, unread: int = 0) -> Edit | None:
-    """What is changed in the logits behind a request's tokens and `guesses`, or so many that nobody has read. None: nothing."""
+    """The changes of the logits after a request's tokens and `guesses`, or after `unread` tokens in flight. None: no change."""
     assert not (unread and request.needs_tokens), f"{request} was computed ahead of a token that it needs"
     if not request.edits:
         return None
@@ -57,7 +57,7 @@ def _penalties(request: Request, sampling: Sampling, guesses: Sequence[int]) -> 
 
 
 def _allowed(request: Request, guesses: Sequence[int], ends: Ids) -> Ids:
-    """What a request's grammar allows, without `ends` where anything is left then. Empty where there is no grammar."""
+    """The tokens that a request's grammar allows, without `ends` unless these are all. Empty without a grammar."""
     if request.ask.guide is None:
         return NO_IDS
     if request.following is None:

@@ -72,7 +72,7 @@ class Answering:
             first, row = row, row + chunk.num_logits
             if chunk in missed:
                 continue
-            told = len(chunk.told)
+            told = len(chunk.prompt_targets)
             if not self._tell(chunk, choices, first):
                 continue
             if chunk.completes:
@@ -92,7 +92,7 @@ class Answering:
     def _tell(self, chunk: Chunk, choices: ChosenRows, row: int) -> bool:
         """Keeps the logprobs of a chunk's part of the prompt that are new. Says whether the request goes on."""
         request = chunk.request
-        for at in range(len(chunk.told)):
+        for at in range(len(chunk.prompt_targets)):
             told = self._chosen(request, choices, row + at)
             if told is None:
                 return False

@@ -244,13 +244,13 @@ class Scheduler:
                 break
             if request.id not in self.active:
                 continue  # another took its room
-            if request.tells_prompt and not told:
+            if request.wants_prompt_logprobs and not told:
                 continue
-            start, end = request.reached, self._chunk_end(request, min(budget, told) if request.tells_prompt else budget)
+            start, end = request.reached, self._chunk_end(request, min(budget, told) if request.wants_prompt_logprobs else budget)
             if has_room(request, end, chunks):
                 chunks.append(Chunk(request=request, start=start, end=end, arriving=arriving.get(request.id, ())))
                 budget -= chunks[-1].size
-                told -= chunks[-1].size if request.tells_prompt else 0
+                told -= chunks[-1].size if request.wants_prompt_logprobs else 0
         self._note_first(chunks)
         if self._has_points:
             chunks = [self._copying(chunk) for chunk in chunks]

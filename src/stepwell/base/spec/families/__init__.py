@@ -199,7 +199,7 @@ def _spill_of(family: Family, text: Fields, selector: str | None, states: list[S
         return family.spill(schedule)
     if not all(isinstance(state.shape, Prefix) for state in states):
         raise SpecError(
-            f"{text.text('model_type') or 'this model'} has layers that look at a window beside those that pick: its rows "
+            f"{text.text('model_type') or 'this model'} has layers with a window as well as layers that pick: its rows "
             f"cannot leave the device; leave hot_rows out"
         )
     return summaries.summary_spill(next(state for state in states if state.name == "kv"))

@@ -1,6 +1,6 @@
-"""DeepSeek-V4: a short window in every layer, and rows compressed 4 or 128 to one beside it.
+"""DeepSeek-V4: a short window in every layer, and rows compressed 4 or 128 to one.
 
-    layer       keeps besides its window
+    layer       keeps, in addition to its window
     sliding     nothing
     C4          one row and one index key per 4 tokens; groups overlap, so half of the last group stays open
     C128        one row per 128 tokens; groups do not overlap
@@ -30,7 +30,7 @@ _GATE_WIDTH_BYTES = WIDTH_BYTES["fp32"]  # gates of the overlap already carry th
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Of rows and index keys, and of groups by kind of layer."""
+    """The sizes of rows and index keys, and of groups by kind of layer."""
 
     row: int
     rope: int  # channels of a row that are turned: the last ones
@@ -51,7 +51,7 @@ class Sizes:
 
 
 def compressed_schedule(config: Fields) -> Schedule:
-    """The window in every layer, and what its kind of compression keeps beside it."""
+    """The window in every layer, and the states of its kind of compression."""
     ratios = Sizes.read(config).ratios
     sparse, heavy = f"c{ratios[SPARSE]}", f"c{ratios[HEAVY]}"
     kept = {

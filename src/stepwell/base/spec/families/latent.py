@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one latent per token and layer for all heads, and the DSA index beside it.
+"""Multi-head latent attention: one latent per token and layer for all heads, and the DSA index.
 
 Every rank needs all of a latent, so these states are never sharded. Says which layer keeps what, and
 yields states; builds no ModelSpec.

@@ -1,4 +1,4 @@
-"""Models with a recurrent state: gated delta nets, Kimi delta attention, Mamba-2, alone or beside attention.
+"""Models with a recurrent state: gated delta nets, Kimi delta attention, Mamba-2, alone or with attention.
 
 Each recurrent layer keeps two points: `ssm`, the state itself, and `conv`, the last inputs of its short
 convolution (as many columns as the kernel is long). Says which layer keeps what, and yields states; builds no ModelSpec.
@@ -37,7 +37,7 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiHeads:
-    """Of one layer of Kimi delta attention; keys and values are as wide as each other."""
+    """The heads of one layer of Kimi delta attention; keys and values have one width."""
 
     num: int
     dim: int

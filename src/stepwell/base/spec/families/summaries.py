@@ -1,4 +1,4 @@
-"""Summaries of keys, by which queries of a model with keys per head pick the rows they read: states beside `kv`.
+"""Summaries of keys, by which queries of a model with keys per head pick the rows they read: states in addition to `kv`.
 
     bounds      Quest: of every 16 tokens, the smallest and the largest number of their keys in each channel
     clusters    ClusterKV: of every page, the means of some groups of its keys, and the group of each token

@@ -233,7 +233,7 @@ class Planned:
 
 
 def keys_and_values(rows: Rows, layer: Heads) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of all pages, `[P, R, K, D]` each."""
+    """Keys and values of all pages, `[P, R, K, D]` each."""
     row_PRKX = rows.stored_PRE.unflatten(2, (layer.keys, 2 * layer.width))
     return row_PRKX[..., : layer.width], row_PRKX[..., layer.width :]
 

@@ -94,7 +94,7 @@ class FlashInferLatent:
         self, layer: Heads, paging: Paging, part: Singles | Run, position_XK: torch.Tensor, query_NHC: torch.Tensor, rows: Rows,
         out_NHR: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Of singles the picked rows are copied. Of a run all rows are, and each query has the numbers of its own; unless some
+        """Copies the picked rows of singles, and all rows of a run, and each query has the numbers of its own; unless some
         may be on the host alone, where all but the picked ones would be read for nothing.
         """
         table_SP, singles = _table(part), isinstance(part, Singles) or rows.places is not None
@@ -114,7 +114,7 @@ class FlashInferLatent:
         return self._plans(layer, paging, (layer, "paged"), Paged(paging.sight.page_tokens), together)
 
     def _plans_of(self, layer: Heads, paging: Paging, part: Singles | Run, planner: Planner) -> list[tuple[slice, Planned]]:
-        """Of one part, whose rows are copied."""
+        """The plans of one part, whose rows are copied."""
         looks = [look for look in paging.looks if part.start <= look.start < part.stop]
         return self._plans(layer, paging, (layer, part.start, planner), planner, (looks,))
 

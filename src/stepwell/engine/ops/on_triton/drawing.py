@@ -9,7 +9,7 @@
     choose      rows             the split that the number stands for, and the token in it
 
 Sums are of whole numbers, so programs may add them in any order, and lists may be in any order too. Rows with other settings are
-beside one another; a kernel has nothing to do for rows that do not need it. The host never waits. Importing needs Triton.
+side by side; a kernel has nothing to do for rows that do not need it. The host never waits. Importing needs Triton.
 """
 
 from __future__ import annotations

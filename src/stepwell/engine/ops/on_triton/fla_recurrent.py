@@ -71,7 +71,7 @@ def unit(x_NKD: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def _channel_decay(tokens: Tokens) -> torch.Tensor:
-    """Of every channel, in fp32."""
+    """The steps of every channel, in fp32."""
     raw_NHD, (least, most) = laid_out(tokens.steps.raw), tokens.steps.limits
     (rows, heads, width), per_token = raw_NHD.shape, raw_NHD.shape[1] * raw_NHD.shape[2]
     decay_NHD = torch.empty(rows, heads, width, dtype=torch.float32, device=raw_NHD.device)

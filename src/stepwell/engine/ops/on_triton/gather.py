@@ -60,7 +60,7 @@ def _gather(
 
 
 def _strides(views: Views) -> tuple[int, ...]:
-    """Of pages and rows, for each kind of number."""
+    """Views of pages and rows, for each kind of number."""
     return tuple(each.stride(axis) for each in (views.eight_PRE, views.scale_PRE, views.exact_PRE) for axis in (0, 1))
 
 

@@ -50,7 +50,7 @@ def views_of(rows: Rows) -> Views | None:
 
 
 def views_in(stored: torch.Tensor, kept: RowFormat) -> Views | None:
-    """Of rows wherever they are; None where plain torch must read and write them."""
+    """The format of rows, wherever they are; None if plain torch must read and write them."""
     if kept is PLAIN:
         return Views(stored, stored, stored, 0, 0, 0, stored.shape[2], TILE)
     if not isinstance(kept, Tiled | Powers) or kept.width % 4 or stored.stride(2) != 1:

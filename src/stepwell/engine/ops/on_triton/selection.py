@@ -8,7 +8,7 @@
     best       the value that the last of the best has by a library's top-k, then positions in their order, ties to the earliest:
                counted in blocks, then written in blocks
 
-Of fixed shapes and without asking the device for anything, so that a step with an index can be recorded. Importing needs Triton.
+Shapes are fixed and nothing waits for the device, so that a step with an index can be captured. Importing needs Triton.
 Axes as in `ops/selection.py`.
 """
 
@@ -142,7 +142,7 @@ def best(score_XT: torch.Tensor, count: int, top_k: TopK = highest) -> torch.Ten
 
 
 def _best(score_XT: torch.Tensor, count: int, top_k: TopK) -> torch.Tensor:
-    """Of scores that are all numbers."""
+    """For scores without NaN."""
     (queries, length), device = score_XT.shape, score_XT.device
     high_XK = top_k(score_XT, count).contiguous()
     block = min(_BLOCK, triton.next_power_of_2(length))

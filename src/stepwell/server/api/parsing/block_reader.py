@@ -1,6 +1,6 @@
 """One block of an answer: the calls in it as they come, until a marker closes it. What is none is content.
 
-A marker that stands within a value may be part of it, or the value was broken off there. What comes behind tells:
+A marker that stands within a value may be part of it, or the value was broken off there. What follows decides:
 
     {"name": "f", "arguments": {"text": "... </tool_call> ..."}}</tool_call>                  part of it, then closes
     {"name": "f", "arguments": {"text": "... </tool_call><tool_call>{"name": ...              closes: no JSON otherwise
@@ -58,7 +58,7 @@ class InString:
                 return behind[0] in _BEHIND_STRING
             self._at = found.start()
             if sign in ('"', "\\"):
-                break  # what comes behind it tells
+                break  # what follows decides
             self._at = found.end()
         else:
             self._at = len(seen)
@@ -101,7 +101,7 @@ class InText:
 
 
 class BlockReader:
-    """Calls of one block, as they come, until a marker closes it. What is none is content: all, or what is behind the last."""
+    """Calls of one block, as they come, until a marker closes it. The rest is content: all text, or that after the last call."""
 
     def __init__(
         self, read: ReadCalls, texts: Texts, closes: Sequence[str], *, opens: Sequence[str] = (), parts: Sequence[str] = ()
@@ -112,11 +112,11 @@ class BlockReader:
         self._opens, self._parts = tuple(opens), frozenset(parts)
         self._markers = Markers((*closes, *parts))
         self._doubt: tuple[str, Doubt] | None = None  # a marker within a value, until it is known whether it is part of that
-        self.told = False  # whether any call was
+        self.emitted = False  # whether any call was emitted
         self.in_call = False  # whether the last one has not ended
 
     def push(self, text: str) -> tuple[Piece, str | None, str]:
-        """What it says; the marker that closes it, if there is one; and what stands behind that."""
+        """Its piece; the marker that closes it, if there is one; and the text after that."""
         pieces: list[Piece] = []
         while text:
             if self._doubt is not None:
@@ -143,7 +143,7 @@ class BlockReader:
             if close is not None:
                 return joined(pieces), close, text
         held = self._markers.finish()
-        if self.told and not self._in_string:
+        if self.emitted and not self._in_string:
             held = ""  # the beginning of a marker that would have closed it
         return joined([*pieces, self._add(held)]), None, ""
 
@@ -155,13 +155,13 @@ class BlockReader:
         piece = Piece() if self._reading is None else self._read(self._reading, at_end=True)
         left = self._left()
         self.in_call = self.in_call and not closed
-        return joined([piece, Piece(content=left)]) if not self.told or left.strip() else piece
+        return joined([piece, Piece(content=left)]) if not self.emitted or left.strip() else piece
 
     def _left(self) -> str:
-        """What is content of what was not told. What is left within a call is part of that, and never content."""
+        """The content in text that was not emitted. The rest of a call is part of it, and never content."""
         if self.in_call and self._reading is not None:
             return self._source.outside()
-        return self._source.unread() if self.told and self._reading is not None else self._source.take()
+        return self._source.unread() if self.emitted and self._reading is not None else self._source.take()
 
     @property
     def _in_string(self) -> bool:
@@ -208,7 +208,7 @@ class BlockReader:
                 self._source.mark()
                 if part is not DONE:
                     parts.append(Piece(calls=(part,)))
-                    self.told, self.in_call = True, not part.ends
+                    self.emitted, self.in_call = True, not part.ends
         except (ValueError, RecursionError):
             if not (at_end and self.in_call):
                 self._reading = None

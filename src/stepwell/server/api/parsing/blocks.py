@@ -33,7 +33,7 @@ class BlockParser:
     """
 
     def __init__(self, blocks: Blocks, texts: Texts) -> None:
-        """`texts`: parameters that are text, by tool, for formats that do not tell text from numbers."""
+        """`texts`: parameters that are text, by tool, for formats that do not distinguish text from numbers."""
         self._blocks = blocks
         self._texts = texts
         self._block: BlockReader | None = None  # that we are in
@@ -58,7 +58,7 @@ class BlockParser:
         pieces: list[Piece] = []
         while self._block is not None:
             last, close, behind = self._block.end(cut=cut)
-            pieces.append(self._told(last))
+            pieces.append(self._emitted(last))
             if close is None:
                 pieces.append(self._unclosed(self._block, cut=cut))
                 break
@@ -68,13 +68,13 @@ class BlockParser:
         return joined([*pieces, Piece(content=self._content.finish())])
 
     def _unclosed(self, block: BlockReader, *, cut: bool) -> Piece:
-        """What is left of a block that is not closed. One that no marker opened is told in any case: it may be content."""
-        drops = cut and (block.told or bool(self._lead))
+        """What is left of a block that is not closed. One that no marker opened is emitted in any case: it may be content."""
+        drops = cut and (block.emitted or bool(self._lead))
         self._lead = "" if drops else self._lead
         left = block.finish(closed=False, cut=drops)
         if drops and not left:
             self._content.drop()  # space that stands before a call
-        last = self._told(left)
+        last = self._emitted(left)
         return joined([last, Piece(content=self._content.push(self._lead))])
 
     def _held(self, *, cut: bool) -> str:
@@ -114,19 +114,19 @@ class BlockParser:
 
     def _in_block(self, block: BlockReader, text: str, pieces: list[Piece]) -> str:
         said, close, text = block.push(text)
-        pieces.append(self._told(said))
+        pieces.append(self._emitted(said))
         if close is not None:
             pieces.append(self._closed(block, close))
         return text
 
     def _closed(self, block: BlockReader, close: str) -> Piece:
-        last = self._told(block.finish(closed=True))
-        after = Piece() if block.told else Piece(content=self._content.push(self._lead + close))
+        last = self._emitted(block.finish(closed=True))
+        after = Piece() if block.emitted else Piece(content=self._content.push(self._lead + close))
         self._block, self._lead, self._markers = None, "", Markers(tuple(self._blocks.closes))
         return joined([last, after])
 
-    def _told(self, piece: Piece) -> Piece:
-        """What a block says: calls, before which space is dropped, or the text that it is, with the markers around it."""
+    def _emitted(self, piece: Piece) -> Piece:
+        """The piece of a block: calls, before which space is dropped, or text, with the markers around it."""
         if piece.calls:
             self._content.drop()
             self._lead = ""

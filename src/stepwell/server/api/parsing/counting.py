@@ -25,12 +25,12 @@ class Placed(Protocol):
 
 
 class ThoughtCounter:
-    """Of one answer. A token that has the end of reasoning and the beginning of something else in it counts."""
+    """Counts in one answer. A token that has the end of reasoning and the beginning of something else in it counts."""
 
     def __init__(self, parser: Placed, stream: TextStream) -> None:
         self._parser = parser
         self._stream = stream
-        self._heading = 0  # tokens of which the next ones say whether they belong to reasoning
+        self._heading = 0  # tokens whose successors say whether they belong to reasoning
         self.thoughts = 0
 
     def read(self, tokens: Sequence[int]) -> None:

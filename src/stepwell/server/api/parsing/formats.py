@@ -14,7 +14,7 @@ from stepwell.server.api.parsing.source import Texts
 from stepwell.server.api.parsing.tags import function_gemma, glm
 
 _PROMPT_END = 16  # tokens
-HARMONY, AUTO = "harmony", "auto"  # AUTO: as the model's chat template says
+HARMONY, AUTO = "harmony", "auto"  # AUTO: by the model's chat template
 
 
 NO_TEXTS: Texts = {}
@@ -68,7 +68,7 @@ _REASONING_SIGNS = {"<|channel|>": HARMONY, "[THINK]": "mistral", "<think>": "th
 
 
 def markers_of(tools: str | None, reasoning: str | None) -> tuple[str, ...]:
-    """What has to stand in the text of answers, so that they can be parsed."""
+    """The markers that the text of answers must keep, so that they can be parsed."""
     if HARMONY in (tools, reasoning):
         return HARMONY_MARKERS
     thought = () if reasoning is None else (REASONING[reasoning].open, REASONING[reasoning].close)
@@ -101,7 +101,7 @@ def parser_for(tools: str | None, reasoning: str | None, *, prompt_end: str = ""
 
 
 def thoughts_for(tools: str | None, reasoning: str | None, *, prompt_end: str) -> Callable[[], Placed] | None:
-    """Makes parsers that know where an answer's thoughts stand, and nothing else; None where none are told apart."""
+    """Makes parsers that find an answer's thoughts, and nothing else; None if they are not separated."""
     if HARMONY in (tools, reasoning):
         return lambda: HarmonyParser(tools=False)
     if reasoning is None:

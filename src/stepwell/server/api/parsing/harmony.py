@@ -23,7 +23,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser:
-    """`tools`: whether calls are told; otherwise they are content."""
+    """`tools`: whether calls are emitted; otherwise they are content."""
 
     def __init__(self, *, tools: bool) -> None:
         self._tools = tools
@@ -104,7 +104,7 @@ class HarmonyParser:
 
 
 def _reader(name: str) -> BlockReader:
-    """Of a message to a tool: its arguments, none where it is empty."""
+    """Reads a message to a tool: its arguments, none if it is empty."""
 
     def read(source: Source, texts: Texts) -> Reading[None]:
         if (yield from source.skip(SPACE)):

@@ -3,7 +3,7 @@
     text      Let me look.  <tool_call>{"name": "f", "arguments": {...}}</tool_call>
     pieces    |- content -|                      |- name, then arguments as they come
 
-A parser holds back what could still become a marker, and space that may stand before one. A call is told as soon as its name is
+A parser holds back what could still become a marker, and space that may stand before one. It emits a call as soon as its name is
 known and its arguments begin.
 """
 
@@ -21,7 +21,7 @@ _PORTION = 4096  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A tool that is to be called, with its arguments in JSON, or as much of both as came at once."""
+    """A call of a tool, with its arguments in JSON, or the part of both that came at once."""
 
     name: str | None = None  # None: more arguments of the call before it
     arguments: str = ""
@@ -35,8 +35,8 @@ class Thought:
     """Where a part of the reasoning stands among the content and the calls that came with it."""
 
     size: int  # characters
-    behind: int  # so many characters of the content
-    calls: int  # and so many calls
+    behind: int  # characters of the content before it
+    calls: int  # calls before it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ class Parser(Protocol):
     def finish(self, *, cut: bool = False) -> Piece:
         """What was held back, when no more text comes.
 
-        `cut`: the answer would have gone on. What may be a part of a marker, or of a call that was not told yet, is dropped then,
-        so that all that is told is a beginning of what would have been. It is content where the model has ended there.
+        `cut`: the answer would have gone on. What may be a part of a marker, or of a call that was not emitted yet, is dropped
+        then, so that the output is a beginning of what would have been. It is content if the model has ended there.
         """
         ...
 
@@ -127,7 +127,7 @@ def _thoughts(piece: Piece) -> tuple[Thought, ...]:
 
 
 def _whole(parts: Sequence[Call]) -> tuple[Call, ...]:
-    """Calls with as much of their arguments as there is. The first may go on from one that was told before."""
+    """Calls with as much of their arguments as there is. The first may continue one that was emitted before."""
     calls: list[list[Call]] = []
     for part in parts:
         if part.name is not None or not calls:

@@ -1,6 +1,6 @@
 """How families write calls of tools in JSON or Python: a reader for each form, over a block without the markers around it.
 
-Readers tell calls as they come (`source.py`), and raise ValueError for what is none. Forms without JSON are in `tags.py`.
+Readers emit calls as they come (`source.py`), and raise ValueError for text that is none. Forms without JSON are in `tags.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def json_calls(source: Source, texts: Texts) -> Reading[None]:
 
 
 def json_answer(source: Source, texts: Texts) -> Reading[None]:
-    """As `json_calls`, without markers to tell it from other JSON: an object that has a name alone is no call."""
+    """As `json_calls`, without markers that distinguish it from other JSON: an object with a name alone is no call."""
     yield from _objects(source, bare=True)
 
 
@@ -57,8 +57,8 @@ def _fence(source: Source) -> Reading[None]:
 
 
 def _object(source: Source, *, bare: bool) -> Reading[None]:
-    """`{"name": ..., "arguments": {...}}`, told as the arguments come; once it is whole where the name stands behind them."""
-    name, arguments, told = "", None, False
+    """`{"name": ..., "arguments": {...}}`, emitted as the arguments come, or once it is whole if the name comes after them."""
+    name, arguments, emitted = "", None, False
     yield from source.must_have("{")
     while (first := (yield from source.skip(SPACE + ","))) == '"':
         key = yield from source.string()
@@ -66,7 +66,7 @@ def _object(source: Source, *, bare: bool) -> Reading[None]:
         yield from source.must_have(":")
         begins = yield from source.skip(SPACE)
         if key in _ARGUMENTS and begins == "{" and name and arguments is None:
-            told, arguments = True, ""
+            emitted, arguments = True, ""
             yield from arguments_alone(source, name)
             continue
         value = yield from source.value()
@@ -75,14 +75,14 @@ def _object(source: Source, *, bare: bool) -> Reading[None]:
             name.encode()  # raises ValueError for half characters
         elif key in _ARGUMENTS and arguments is None:
             arguments = value
-    if first != "}" and not (told and not first):  # the last of its brackets may be missing
+    if first != "}" and not (emitted and not first):  # the last of its brackets may be missing
         raise ValueError("an object that does not end")
     yield from source.must_have("}")
-    yield DONE if told else _held(name, arguments, bare=bare)
+    yield DONE if emitted else _held(name, arguments, bare=bare)
 
 
 def _held(name: str, arguments: str | None, *, bare: bool) -> Call:
-    """A call whose arguments were not told as they came. They may be JSON within JSON, or missing. Raises ValueError."""
+    """A call whose arguments were not emitted as they came. They may be JSON within JSON, or missing. Raises ValueError."""
     if not name or (bare and arguments is None):
         raise ValueError("no call")
     found = json.loads(arguments or "{}")
@@ -94,7 +94,7 @@ def _held(name: str, arguments: str | None, *, bare: bool) -> Call:
 
 
 def _whole(text: str) -> str:
-    """JSON in which half characters are escapes again, as the model wrote them; nobody could encode them."""
+    """JSON in which half characters are escapes again, as the model wrote them: they cannot be encoded."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -162,7 +162,7 @@ def deepseek(source: Source, texts: Texts) -> Reading[None]:
 
 
 def gemma(source: Source, texts: Texts) -> Reading[None]:
-    """JSON, or a list of calls as Python writes them, perhaps as a block of Markdown. Those are told when all are there."""
+    """JSON, or a list of calls as Python writes them, perhaps as a block of Markdown. Those are emitted when all are there."""
     yield from _fence(source)
     yield from source.skip(SPACE)
     begin = yield from source.peek(2)

@@ -1,7 +1,7 @@
 """The text of a block as it comes, and how readers go through it.
 
 A reader is a generator. It yields parts of calls as soon as they are certain, and None wherever it needs more text; so it is
-written as if all text were there, and tells the same however the text was cut.
+written as if all text were there, and emits the same however the text was cut.
 
     text       {"name": "f", "arguments": {"x": 1, "y"   : 2}}
     yields                   name f       {"x": 1, "y"  None  : 2}
@@ -26,18 +26,18 @@ _NESTED = re.compile(r'["{}\[\]]')
 
 
 class Source:
-    """What has come of a block, from the last thing that was told on."""
+    """The text of a block so far, from the last part that was emitted."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._kept: list[str] = []  # of what was not told: what nobody has to read again
-        self._told = 0  # or kept, as far as this
-        self._at = 0  # and read as far as this
+        self._kept: list[str] = []  # text that was read and not emitted
+        self._emitted = 0  # position: all before it is emitted or kept
+        self._at = 0  # position: all before it is read
         self._ended = False
         self._closed = False
         self._broken = False
         self._nested = Nested()  # the value of JSON that is read
-        self._sought: tuple[str, ...] = ()  # tags, one of which comes next: all before it is no part of a call
+        self._sought: tuple[str, ...] = ()  # tags that come next: all text before them is no part of a call
         self.value_ends: tuple[str, ...] = ()  # what ends the value that is no JSON and is read
 
     @property
@@ -50,22 +50,22 @@ class Source:
         self._broken, self._nested = True, Nested()
 
     def add(self, text: str) -> None:
-        """What was told or kept is dropped with it, so readers that wait remember no place but these two."""
-        self._text, self._at, self._told = self._text[self._told :] + text, self._at - self._told, 0
+        """Appends text, and drops what was emitted or kept, so readers that wait remember no other positions."""
+        self._text, self._at, self._emitted = self._text[self._emitted :] + text, self._at - self._emitted, 0
 
     def end(self, *, closed: bool) -> None:
         """No more text comes. `closed`: its end was marked, so that nothing is missing."""
         self._ended, self._closed = True, closed
 
     def mark(self) -> None:
-        """What was read so far has been told."""
-        self._told = self._at
+        """What was read so far has been emitted."""
+        self._emitted = self._at
         self._kept.clear()
 
     def take(self) -> str:
-        """All that was not told."""
-        text = "".join([*self._kept, self._text[self._told :]])
-        self._text, self._kept, self._told, self._at = "", [], 0, 0
+        """All text that was not emitted."""
+        text = "".join([*self._kept, self._text[self._emitted :]])
+        self._text, self._kept, self._emitted, self._at = "", [], 0, 0
         return text
 
     def unread(self) -> str:
@@ -157,18 +157,18 @@ class Source:
         first = yield from self.peek()
         if first in ('"', "{", "["):
             return (yield from self._nesting())
-        begin = self._at - self._told  # nothing is told meanwhile
+        begin = self._at - self._emitted  # nothing is emitted meanwhile
         while (found := (yield from self.peek())) and found not in f",}}]{SPACE}":
             self._at += 1
-        return self._text[self._told + begin : self._at]
+        return self._text[self._emitted + begin : self._at]
 
     def _nesting(self) -> Reading[str]:
         """A string, object or list. Each part of it is read once, in however many it comes."""
         self._nested, parts = Nested(), list[str]()
         while (end := self._nested.end(self._text, self._at)) is None:
             parts.append(self._text[self._at :])
-            self._kept.append(self._text[self._told :])
-            self._told = self._at = len(self._text)
+            self._kept.append(self._text[self._emitted :])
+            self._emitted = self._at = len(self._text)
             if self._ended or (yield from self._breaks()):
                 raise ValueError("a value that does not end")
         parts.append(self._text[self._at : end])
@@ -183,7 +183,7 @@ class Source:
         return found
 
     def text(self, *markers: str, or_end: bool = False, line_end: bool = False) -> Reading[str]:
-        """As `raw`, but tells the value as it comes, to stand within quotes. Raises ValueError."""
+        """As `raw`, but emits the value as it comes, for use within quotes. Raises ValueError."""
         yield from self._begin_raw(markers, line_end=line_end)
         while (found := self._first(markers, self._at)) is None:
             is_whole = self._ended and self._closed
@@ -206,10 +206,10 @@ class Source:
         self.value_ends = ends
         if line_end and (yield from self.peek()) == "\n":
             self._at += 1
-            self._told = self._at  # or it would be told with the text
+            self._emitted = self._at  # or it would be emitted with the text
 
     def object(self) -> Reading[None]:
-        """Tells an object of JSON as it comes, as it is written. A model's mistakes in it are told as well."""
+        """Emits an object of JSON as it comes, as it is written, with the model's mistakes."""
         self._nested = Nested()
         while (end := self._nested.end(self._text, self._at)) is None:
             if len(self._text) > self._at:
@@ -227,9 +227,9 @@ class Source:
         return broken
 
     def _quoted(self) -> Reading[None]:
-        """Tells what was read and not told; whoever begins a text has told all before it."""
-        if self._at > self._told:
-            yield Call(arguments=json.dumps(self._text[self._told : self._at], ensure_ascii=False)[1:-1])
+        """Emits text that was read and not emitted. All before a text is emitted when it begins."""
+        if self._at > self._emitted:
+            yield Call(arguments=json.dumps(self._text[self._emitted : self._at], ensure_ascii=False)[1:-1])
 
     def _first(self, markers: tuple[str, ...], since: int) -> tuple[int, str] | None:
         return first_of(markers, self._text, since)

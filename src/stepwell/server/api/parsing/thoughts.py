@@ -1,4 +1,4 @@
-"""What a model thinks before an answer that follows a grammar, told apart by the same token behind which the grammar begins."""
+"""The thoughts of a model before a constrained answer, separated by the token after which the grammar begins."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ThoughtParser:
         return self._rest.in_call
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Tokens of which the text comes with the next push, or later."""
+        """Tokens whose text comes with the next push, or later."""
         if self._last is not None or not tokens:
             return
         since = len(self._tokens)

@@ -16,7 +16,7 @@ WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 SCHEDULES ?= 500
 
-.PHONY: help demo demo-cluster clean test check-install lint types floors checks quick deep test-all test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-store bench-opening bench-engine bench-gpu bench-connectors bench-sparse bench-ranks bench-serve bench-first-requests bench-start policy-report soak screenshots build-kernels bench-tree-peer
+.PHONY: help demo demo-cluster clean test check-install lint types floors checks quick deep test-all test-real test-ranks test-routers test-ui install-ui test-engines-gpu test-connectors test-sglang test-vllm test-vllm-quick bench-tree bench-store bench-opening bench-engine bench-gpu bench-connectors bench-sparse bench-ranks bench-serve bench-first-requests bench-start policy-report replay-tiers soak screenshots build-kernels bench-tree-peer
 
 ##@ Start
 
@@ -174,6 +174,9 @@ bench-start: $(STAMP) ## How long the server takes to start, part by part, witho
 
 policy-report: $(STAMP) ## Hit rates of our policy, LRU and others by size (TRACES="..." JOBS=N)
 	@$(BIN)/python benchmarks/policy_report.py $(if $(TRACES),--traces $(TRACES)) $(if $(JOBS),--jobs $(JOBS)) $(ARGS)
+
+replay-tiers: $(STAMP) ## Hit rates of several tiers, row by row of replays-tiers.json (ARGS="--traces DIR")
+	@$(BIN)/python benchmarks/replay_tiers.py $(ARGS)
 
 soak: $(STAMP) ## Two servers over one log for 30 minutes while they are killed (ARGS="--minutes 2")
 	@$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -288,7 +288,7 @@ def test_a_prompt_is_not_drafted_again_where_others_computed_it() -> None:
 @pytest.mark.parametrize(
     ("family", "drafted", "settings", "message"),
     [
-        ("falcon_h1", "llama", {}, "take tokens back"),
+        ("falcon_h1", "llama", {}, "undo tokens"),
         ("llama", "mistral", {}, "full attention in all layers"),
         ("llama", "small vocabulary", {}, "vocabulary of 64 and the model one of 128"),
         ("llama", OWN, {}, "draft state is not known for llama"),

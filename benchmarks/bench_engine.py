@@ -27,7 +27,7 @@ from engine.driving import first_token, leave_in, run, settle
 from engine.models import checkpoint_of, reference_of
 from report import ROOT, Goal, Row, goals_of, machine, table_of, write
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine import Engine, EngineConfig, GenerateRequest, Limits, Sampling, build_engine
 
 TIERS, LENGTHS, ROUNDS = ("device", "host", "disk"), (2048, 8192), 3
 GOAL_WARM, GOAL_COST, GOAL_DECODE = 5.0, 1.03, 2.0
@@ -124,7 +124,7 @@ def _answers_s(model: str, device: str, directory: Path, *, seed: int, caching: 
     """Seconds for prompts of random tokens, two at a time, with a short answer each."""
     tiers: dict[str, Any] = {"store": f"log:{directory}", "store_options": {"budget": "1GiB"}} if caching else {"host_memory": 0}
     sampling = Sampling(max_tokens=24, ignore_eos=True)
-    asks = [Ask(tokens=each, sampling=sampling, use_cache=caching) for each in _random(seed, REQUESTS, LENGTH)]
+    asks = [GenerateRequest(tokens=each, sampling=sampling, use_cache=caching) for each in _random(seed, REQUESTS, LENGTH)]
     with _engine(model, device, limits=Limits(max_running=2), **tiers) as engine:
         began_s = time.perf_counter()
         run(engine, asks)
@@ -149,7 +149,10 @@ def decoding(model: str, device: str, directory: Path) -> list[Row]:
 
 def _ours_s(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> float:
     began_s = time.perf_counter()
-    run(engine, [Ask(tokens=each, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for each in prompts])
+    run(
+        engine,
+        [GenerateRequest(tokens=each, sampling=Sampling(max_tokens=count, ignore_eos=True), use_cache=False) for each in prompts],
+    )
     return time.perf_counter() - began_s
 
 

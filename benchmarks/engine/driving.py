@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stepwell.base.ids import Kind, Tier
-from stepwell.engine import Ask, Delta, Engine
+from stepwell.engine import Delta, Engine, GenerateRequest
 from stepwell.engine.engine import IDLE_S
 from stepwell.tiers.eviction import make_room
 from stepwell.tiers.lease import Sources
@@ -34,7 +34,7 @@ def first_token(engine: Engine, prompt: Sequence[int], *, max_tokens: int = 4) -
     return First(seconds=first, waited_s=waited_s, tokens=tuple(tokens), sources=sources)
 
 
-def run(engine: Engine, asks: Sequence[Ask]) -> None:
+def run(engine: Engine, asks: Sequence[GenerateRequest]) -> None:
     """Answers all of them. Raises RuntimeError when one fails."""
     for ask in asks:
         engine.submit(ask)

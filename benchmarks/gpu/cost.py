@@ -16,7 +16,7 @@ from gpu.requests import warm_up
 from gpu.shapes import QWEN
 from gpu.watched import Watched
 from report import Goal, Row
-from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine import Engine, GenerateRequest, Sampling
 
 BATCH, LENGTH, ANSWER = 8, 4096, 64
 ROUNDS = 3
@@ -67,7 +67,7 @@ def measure(bench: Bench) -> list[Row]:
 
 def _round_s(bench: Bench, engine: Engine, length: int) -> float:
     sampling = Sampling(max_tokens=ANSWER, ignore_eos=True)
-    asks = [Ask(tokens=prompt, sampling=sampling) for prompt in bench.prompts(BATCH, length, engine.vocab_size)]
+    asks = [GenerateRequest(tokens=prompt, sampling=sampling) for prompt in bench.prompts(BATCH, length, engine.vocab_size)]
     bench.wait()
     started = time.perf_counter()
     run(engine, asks)

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from engine.driving import run, step
 from gpu.bench import Bench
-from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine import Engine, GenerateRequest, Sampling
 from stepwell.engine.requests.guided import Guide
 
 WARM_STEPS = 8  # a shape of a pass is recorded when it is met again
@@ -25,7 +25,7 @@ def prefill_s(bench: Bench, engine: Engine, prompts: Prompts) -> float:
     sampling = Sampling(max_tokens=1, ignore_eos=True)
     bench.wait()
     started = time.perf_counter()
-    run(engine, [Ask(tokens=prompt, sampling=sampling) for prompt in prompts])
+    run(engine, [GenerateRequest(tokens=prompt, sampling=sampling) for prompt in prompts])
     return time.perf_counter() - started
 
 
@@ -35,7 +35,7 @@ def warm_up(bench: Bench, engine: Engine, *, length: int = 512) -> None:
         began = time.monotonic()
         length, sampling = max(bench.tokens(length), 8), Sampling(max_tokens=4, ignore_eos=True)
         prompts = [*bench.prompts(1, length, engine.vocab_size), *bench.prompts(2, 2 * length, engine.vocab_size)]
-        run(engine, [Ask(tokens=prompt, sampling=sampling) for prompt in prompts])
+        run(engine, [GenerateRequest(tokens=prompt, sampling=sampling) for prompt in prompts])
         bench.say(f"first use of the engine took {time.monotonic() - began:.1f} s")
 
 
@@ -47,7 +47,7 @@ class Steady:
     ) -> None:  # fmt: skip
         sampling = Sampling(max_tokens=steps + WARM_STEPS + SPARE_TOKENS, ignore_eos=True)
         self._bench, self._engine = bench, engine
-        self._numbers = [engine.submit(Ask(tokens=prompt, sampling=sampling, guide=guide)) for prompt in prompts]
+        self._numbers = [engine.submit(GenerateRequest(tokens=prompt, sampling=sampling, guide=guide)) for prompt in prompts]
 
     def __enter__(self) -> Steady:
         waits = set(self._numbers)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-from stepwell.engine import Ask, Engine, Sampling, load_engine
+from stepwell.engine import Engine, GenerateRequest, Sampling, load_engine
 
 CLEAR = 0.01  # by how much the chosen token's logprob is above the next one's
 SAME = 1e-4  # how far a logprob may be from the known one: rounding is five times less
@@ -90,7 +90,9 @@ def _answers(
 ) -> dict[int, tuple[Known, float]]:  # fmt: skip
     """By index, with how clear the least clear choice was."""
     sampling = Sampling(max_tokens=answer_tokens, ignore_eos=True, logprobs=2)
-    numbers = {engine.submit(Ask(tokens=prompt, sampling=sampling, use_cache=False)): at for at, prompt in prompts.items()}
+    numbers = {
+        engine.submit(GenerateRequest(tokens=prompt, sampling=sampling, use_cache=False)): at for at, prompt in prompts.items()
+    }
     chosen = {at: [] for at in prompts}
     while engine.num_open:
         for delta in engine.step():

@@ -28,7 +28,7 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 from stepwell.base.spec.families import from_config
 from stepwell.cache.build import CacheTuning
-from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine import EngineConfig, GenerateRequest, Limits, Sampling, build_engine
 from stepwell.engine.ops.kernels import choose_kernels
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.memory.layout import PAGE_ALIGNMENT_BYTES
@@ -179,7 +179,7 @@ class Served:
     def run(self, batch: int | None) -> Measured:
         """`batch` requests, or all that fit, until they are measured. Raises Unsteady."""
         engine, sampling = self.engine, Sampling(max_tokens=self._sizes.answer, ignore_eos=True)
-        numbers = [engine.submit(Ask(tokens=prompt, sampling=sampling)) for prompt in self._prompts[:batch]]
+        numbers = [engine.submit(GenerateRequest(tokens=prompt, sampling=sampling)) for prompt in self._prompts[:batch]]
         try:
             for _ in range(TRIES):
                 running = self._begin()

@@ -23,7 +23,7 @@ from typing import Any
 
 from engine.worker_engines import open_engine
 from stepwell.base.config import PrefetchPolicy, StoreConfig
-from stepwell.engine import Ask, Delta, Finish, Sampling
+from stepwell.engine import Delta, Finish, GenerateRequest, Sampling
 from stepwell.engine.workers.messages import COPY
 from stepwell.engine.workers.pass_arrays import RUN
 from stepwell.engine.workers.rank_workers import RankWorkers
@@ -263,7 +263,7 @@ class World:
             for each in told:
                 if each.asked.step == step:
                     sampling = Sampling(max_tokens=each.asked.max_tokens, ignore_eos=True)
-                    numbers[self.engine.submit(Ask(tokens=each.asked.tokens, sampling=sampling))] = each
+                    numbers[self.engine.submit(GenerateRequest(tokens=each.asked.tokens, sampling=sampling))] = each
                 if each.asked.abort_step == step:
                     for number in [number for number, known in numbers.items() if known is each]:
                         self.engine.abort(number)
@@ -312,7 +312,7 @@ class World:
 
     def ask_kept(self) -> None:
         """What was kept before any loss resumes, with the right tokens. The first time it is computed."""
-        number = self.engine.submit(Ask(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True)))
+        number = self.engine.submit(GenerateRequest(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True)))
         told = Told(Asked(step=0, tokens=self.kept, max_tokens=4, abort_step=None))
         first, failed = not self.right, 0
 
@@ -324,7 +324,7 @@ class World:
             if told.finish is Finish.FAILED and failed < 3:  # by a fault that was not noticed before it was asked
                 failed += 1
                 number, told = (
-                    self.engine.submit(Ask(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True))),
+                    self.engine.submit(GenerateRequest(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True))),
                     Told(told.asked),
                 )
             if self.engine.idle:

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.families import checkpoint
 from stepwell.base.config import PlacementConfig
-from stepwell.engine import Ask, Delta, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine import Delta, Engine, EngineConfig, GenerateRequest, Limits, Sampling, build_engine
 from waiting import run_to_the_end
 
 PAGE = 16
@@ -28,7 +28,7 @@ def prompt(count: int, seed: int = 0) -> list[int]:
     return [random.randrange(128) for _ in range(count)]
 
 
-def run(engine: Engine, asks: list[Ask]) -> list[list[Delta]]:
+def run(engine: Engine, asks: list[GenerateRequest]) -> list[list[Delta]]:
     """All asks together; the deltas of each."""
     numbers = [engine.submit(ask) for ask in asks]
     deltas: dict[int, list[Delta]] = {number: [] for number in numbers}
@@ -42,11 +42,11 @@ def tokens_of(deltas: list[Delta]) -> list[int]:
     return [token for delta in deltas for token in delta.tokens]
 
 
-def greedy(tokens: list[int], count: int = 8, **more: Any) -> Ask:
-    return Ask(tokens=tokens, sampling=Sampling(max_tokens=count), **more)
+def greedy(tokens: list[int], count: int = 8, **more: Any) -> GenerateRequest:
+    return GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=count), **more)
 
 
-def alone(family: str, asks: list[Ask]) -> list[list[int]]:
+def alone(family: str, asks: list[GenerateRequest]) -> list[list[int]]:
     """What each answer is with nobody beside it and nothing cached. Computed once."""
     return [list(_alone(family, tuple(ask.tokens), ask.sampling)) for ask in asks]
 
@@ -54,4 +54,4 @@ def alone(family: str, asks: list[Ask]) -> list[list[int]]:
 @cache
 def _alone(family: str, tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     with small(family) as engine:
-        return tuple(tokens_of(run(engine, [Ask(tokens=tokens, sampling=sampling, use_cache=False)])[0]))
+        return tuple(tokens_of(run(engine, [GenerateRequest(tokens=tokens, sampling=sampling, use_cache=False)])[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stepwell.base.config import PlacementConfig
-from stepwell.engine.requests.request import Ask, Request
+from stepwell.engine.requests.request import GenerateRequest, Request
 from stepwell.engine.requests.text import StopFinder
 from stepwell.engine.scheduling.scheduler import Limits, Scheduler
 from toys import FULL_POINT, Rig, text
@@ -34,8 +34,9 @@ def planned(pages: int) -> tuple[list[int], int]:
 def request(rig: Rig, number: int, tokens: int) -> Request:
     prompt = text(number + 1, tokens)
     return Request(
-        id=number, ask=Ask(tokens=prompt), namespace=rig.cache.namespace_for(), max_tokens=8, stream=None, stops=StopFinder(()),
-        seed=0, ends_on=frozenset(), arrived_s=number, entered_s=0, waits_since_s=0, tokens=[*prompt],
+        id=number, submitted=GenerateRequest(tokens=prompt), namespace=rig.cache.namespace_for(), max_tokens=8,
+        stream=None, stops=StopFinder(()), seed=0, ends_on=frozenset(),
+        arrived_s=number, entered_s=0, waits_since_s=0, tokens=[*prompt],
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import torch
 from engine.drafted import Letters, engine_for
 from engine.small import alone, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError
-from stepwell.engine import Ask, Delta, Engine, Finish, Limits, Sampling
+from stepwell.engine import Delta, Engine, Finish, GenerateRequest, Limits, Sampling
 from stepwell.engine.ops.drawing import NAN_LOGITS, pick
 from stepwell.engine.ops.editing import FORBIDDEN, Edit, edited
 from stepwell.engine.requests.request import Chunk
@@ -86,9 +86,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def asks(count: int = 40) -> list[Ask]:
+def asks(count: int = 40) -> list[GenerateRequest]:
     return [
-        Ask(tokens=prompt(10 + 9 * at, seed=at), sampling=Sampling(**{"max_tokens": count, "seed": at, **settings}))
+        GenerateRequest(tokens=prompt(10 + 9 * at, seed=at), sampling=Sampling(**{"max_tokens": count, "seed": at, **settings}))
         for at, settings in enumerate(SETTINGS)
     ]
 
@@ -132,7 +132,7 @@ def test_guesses_change_no_answer(drafted: str) -> None:
 def test_penalties_are_those_of_the_tokens_so_far(settings: dict[str, float]) -> None:
     tokens = prompt(12)
     with small() as engine:
-        (deltas,) = run(engine, [Ask(tokens=tokens, sampling=Sampling(max_tokens=60, logprobs=20, **settings))])
+        (deltas,) = run(engine, [GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=60, logprobs=20, **settings))])
     answer: Counter[int] = Counter()
     changed = 0
     for delta in deltas:
@@ -158,7 +158,7 @@ def followed_by(engine: Engine, sampling: Sampling) -> int:
         return run_pass(chunks, **more)
 
     engine._runner.run = noted  # type: ignore[method-assign]
-    run(engine, [Ask(tokens=prompt(20, seed=at), sampling=sampling) for at in range(3)])
+    run(engine, [GenerateRequest(tokens=prompt(20, seed=at), sampling=sampling) for at in range(3)])
     return sum(followed)
 
 
@@ -171,7 +171,7 @@ def test_only_requests_that_need_the_token_before_are_read_at_once() -> None:
 
 
 def one(engine: Engine, **settings: Any) -> list[Delta]:
-    return run(engine, [Ask(tokens=prompt(20), sampling=Sampling(**settings))])[0]
+    return run(engine, [GenerateRequest(tokens=prompt(20), sampling=Sampling(**settings))])[0]
 
 
 def test_stop_tokens_end_an_answer_but_not_before_its_least_length() -> None:
@@ -187,7 +187,7 @@ def test_stop_tokens_end_an_answer_but_not_before_its_least_length() -> None:
 
 def test_stop_strings_within_the_least_length_do_not_end_an_answer() -> None:
     with small() as engine:
-        engine._intake._text = Letters()  # type: ignore[assignment]
+        engine._builder._text = Letters()  # type: ignore[assignment]
         text = "".join(delta.text for delta in one(engine, max_tokens=30))
         ended = one(engine, max_tokens=30, stop=(text[10],))
         assert ended[-1].stop_reason == text[10] and "".join(each.text for each in ended) == text[: text.index(text[10])]
@@ -207,24 +207,24 @@ def test_logprobs_of_a_prompt_are_those_of_answers_to_its_beginnings(family: str
     monkeypatch.setattr("stepwell.engine.scheduling.scheduler.TOLD_AT_ONCE", 7)
     tokens = prompt(40)
     with small(family) as engine:
-        plain = run(engine, [Ask(tokens=tokens, sampling=Sampling(max_tokens=5))])[0]  # so that its pages are cached
+        plain = run(engine, [GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=5))])[0]  # so that its pages are cached
         told, other = run(engine, [
-            Ask(tokens=tokens, sampling=Sampling(max_tokens=5, prompt_logprobs=4)),
-            Ask(tokens=tokens[::-1], sampling=Sampling(max_tokens=2, prompt_logprobs=0)),
+            GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=5, prompt_logprobs=4)),
+            GenerateRequest(tokens=tokens[::-1], sampling=Sampling(max_tokens=2, prompt_logprobs=0)),
         ])  # fmt: skip
         assert tokens_of(told) == tokens_of(plain) and not any(delta.prompt_logprobs for delta in told[1:])
         found = told[0].prompt_logprobs
         assert [each.token for each in found] == tokens[1:] and {len(each.top) for each in found} == {4}
         assert [each.token for each in other[0].prompt_logprobs] == tokens[-2::-1]
         for at in range(1, 40, 6):
-            (first,) = run(engine, [Ask(tokens=tokens[:at], sampling=Sampling(max_tokens=1, logprobs=4))])[0]
+            (first,) = run(engine, [GenerateRequest(tokens=tokens[:at], sampling=Sampling(max_tokens=1, logprobs=4))])[0]
             assert [token for token, _ in found[at - 1].top] == [token for token, _ in first.logprobs[0].top]
             assert found[at - 1].top[0][1] == pytest.approx(first.logprobs[0].top[0][1], abs=1e-4)
 
 
 def test_logprobs_of_a_prompt_survive_preemption_and_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stepwell.engine.scheduling.scheduler.TOLD_AT_ONCE", 9)
-    ask = Ask(tokens=prompt(50), sampling=Sampling(max_tokens=4, prompt_logprobs=0))
+    ask = GenerateRequest(tokens=prompt(50), sampling=Sampling(max_tokens=4, prompt_logprobs=0))
     with small() as engine:
         expected = run(engine, [ask])[0][0].prompt_logprobs
         number, steps, deltas = engine.submit(ask), 0, []
@@ -253,4 +253,4 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     with small() as engine:
         for named in ({"stop_token_ids": (128,)}, {"logit_bias": ((-1, 1.0),)}):
             with pytest.raises(BadTokens, match="from 0 to 127"):
-                engine.submit(Ask(tokens=[1], sampling=Sampling(**named)))  # type: ignore[arg-type]
+                engine.submit(GenerateRequest(tokens=[1], sampling=Sampling(**named)))  # type: ignore[arg-type]

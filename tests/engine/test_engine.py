@@ -11,7 +11,7 @@ import torch
 from engine.small import PAGE, alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.errors import BadTokens, ConfigError, NoRoom
 from stepwell.base.ids import Tier
-from stepwell.engine import Ask, EngineConfig, Finish, Limits, Sampling
+from stepwell.engine import EngineConfig, Finish, GenerateRequest, Limits, Sampling
 from stepwell.engine.building.settings import device_bytes_of, device_of, dtype_of, limits_for
 from stepwell.engine.engine import UPKEEP_S
 from stepwell.engine.models import registry
@@ -116,8 +116,8 @@ def test_salted_requests_share_nothing_with_others() -> None:
 
 
 def test_sampling_is_the_seeds_alone() -> None:
-    def ask(seed: int, **more: Any) -> Ask:
-        return Ask(tokens=prompt(40), sampling=Sampling(max_tokens=12, temperature=1.0, seed=seed, **more))
+    def ask(seed: int, **more: Any) -> GenerateRequest:
+        return GenerateRequest(tokens=prompt(40), sampling=Sampling(max_tokens=12, temperature=1.0, seed=seed, **more))
 
     with small() as engine:
         together = [tokens_of(deltas) for deltas in run(engine, [ask(1), ask(2), ask(1)])]
@@ -129,7 +129,7 @@ def test_sampling_is_the_seeds_alone() -> None:
 
 def test_logprobs_name_the_token_and_its_rivals() -> None:
     with small() as engine:
-        (deltas,) = run(engine, [Ask(tokens=prompt(20), sampling=Sampling(max_tokens=3, logprobs=4))])
+        (deltas,) = run(engine, [GenerateRequest(tokens=prompt(20), sampling=Sampling(max_tokens=3, logprobs=4))])
     for delta in deltas:
         (logprob,) = delta.logprobs
         assert logprob.token == delta.tokens[0] == logprob.top[0][0] and logprob.logprob == pytest.approx(logprob.top[0][1])
@@ -148,7 +148,7 @@ def test_what_cannot_run_is_refused_when_it_comes() -> None:
         with pytest.raises(BadTokens, match="empty"):
             engine.submit(greedy([]))
         with pytest.raises(ConfigError, match="tokenizer"):
-            engine.submit(Ask(tokens=[1], sampling=Sampling(stop=("x",))))
+            engine.submit(GenerateRequest(tokens=[1], sampling=Sampling(stop=("x",))))
         assert not engine.num_open
         (deltas,) = run(engine, [greedy(prompt(engine.max_context - 8), 8)])  # the longest there may be
         assert deltas[-1].finish is Finish.LENGTH and len(tokens_of(deltas)) == 8
@@ -156,7 +156,7 @@ def test_what_cannot_run_is_refused_when_it_comes() -> None:
 
 def test_a_request_that_wants_no_cache_leaves_nothing_behind() -> None:
     with small("gemma3") as engine:
-        run(engine, [Ask(tokens=prompt(200), sampling=Sampling(max_tokens=4), use_cache=False)])
+        run(engine, [GenerateRequest(tokens=prompt(200), sampling=Sampling(max_tokens=4), use_cache=False)])
         assert engine.cache.lookup(prompt(200)).known_tokens == 0
 
 

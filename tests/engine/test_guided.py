@@ -14,7 +14,7 @@ pytest.importorskip("llguidance")
 
 from server.serving import PAGE, tiny_checkpoint, tiny_draft
 from stepwell.base.errors import ConfigError
-from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+from stepwell.engine import Delta, Engine, EngineConfig, Finish, GenerateRequest, Limits, Sampling, build_engine
 from stepwell.engine.requests.guided import Grammar, Guide, Kind, Thoughts
 from waiting import run_to_the_end
 
@@ -36,14 +36,14 @@ def guided_engine(*, draft: bool = False, **settings: Any) -> Engine:
     return build_engine(tiny_checkpoint(), EngineConfig(**(given | settings)), draft=tiny_draft() if draft else None)
 
 
-def asks(engine: Engine, **more: Any) -> list[Ask]:
+def asks(engine: Engine, **more: Any) -> list[GenerateRequest]:
     assert engine.guides is not None
     made = []
     for at in range(8):
         grammar = (GRAMMARS * 2)[at] if at != 7 else None
         sampling = Sampling(max_tokens=200, seed=at, temperature=0.0 if at < 4 else 1.3, presence_penalty=0.2 * (at % 2), **more)
         guide = None if grammar is None else engine.guides.compile(grammar)
-        made.append(Ask(tokens=[*b"Answer me, number ", 48 + at], sampling=sampling, guide=guide))
+        made.append(GenerateRequest(tokens=[*b"Answer me, number ", 48 + at], sampling=sampling, guide=guide))
     return made
 
 
@@ -51,7 +51,7 @@ def text_of(deltas: list[Delta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def run(engine: Engine, made: list[Ask]) -> list[list[Delta]]:
+def run(engine: Engine, made: list[GenerateRequest]) -> list[list[Delta]]:
     numbers = [engine.submit(ask) for ask in made]
     deltas = run_to_the_end(engine)
     engine.cache.audit()
@@ -117,9 +117,11 @@ def test_a_least_length_yields_to_a_grammar_that_has_ended() -> None:
         assert text_of(short) in json.loads(GRAMMARS[3].source) and short[-1].finish is Finish.STOP
         assert engine.guides is not None
         guide = engine.guides.compile(Grammar(kind=Kind.REGEX, source="[ab]{1,40}"))
-        (longer,) = run(engine, [Ask(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, min_tokens=30), guide=guide)])
+        (longer,) = run(engine, [GenerateRequest(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, min_tokens=30), guide=guide)])
         assert len(text_of(longer)) >= 30
-        (endless,) = run(engine, [Ask(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, ignore_eos=True), guide=guide)])
+        (endless,) = run(
+            engine, [GenerateRequest(tokens=[*b"Go"], sampling=Sampling(max_tokens=60, ignore_eos=True), guide=guide)]
+        )
         assert endless[-1].finish is Finish.STOP and len(text_of(endless)) <= 40
 
 
@@ -181,8 +183,8 @@ def test_a_grammar_that_grows_too_complex_ends_its_own_request_alone() -> None:
     with guided_engine() as engine:
         assert engine.guides is not None
         guide = engine.guides.compile(GRAMMARS[1])
-        broken = engine.submit(Ask(tokens=[*b"One"], sampling=Sampling(max_tokens=20), guide=guide))
-        other = engine.submit(Ask(tokens=[*b"Two"], sampling=Sampling(max_tokens=20), guide=guide))
+        broken = engine.submit(GenerateRequest(tokens=[*b"One"], sampling=Sampling(max_tokens=20), guide=guide))
+        other = engine.submit(GenerateRequest(tokens=[*b"Two"], sampling=Sampling(max_tokens=20), guide=guide))
         while engine._answering.requests[broken].following is None:
             engine.step()
         engine._answering.requests[broken].following._matcher.consume_tokens([0])  # type: ignore[union-attr]
@@ -207,10 +209,10 @@ def thinker(engine: Engine, *, begun: bool) -> Guide:
     return guide.behind(Thoughts(open=ord("["), close=ord("]"), begun=begun))
 
 
-def thinking_asks(engine: Engine) -> list[Ask]:
-    def ask(at: int, *, begun: bool, **biases: float) -> Ask:
+def thinking_asks(engine: Engine) -> list[GenerateRequest]:
+    def ask(at: int, *, begun: bool, **biases: float) -> GenerateRequest:
         sampling = Sampling(max_tokens=120, seed=at, temperature=1.0, logit_bias=tuple((ord(k), v) for k, v in biases.items()))
-        return Ask(tokens=[*b"Think, number ", 48 + at], sampling=sampling, guide=thinker(engine, begun=begun))
+        return GenerateRequest(tokens=[*b"Think, number ", 48 + at], sampling=sampling, guide=thinker(engine, begun=begun))
 
     likely = {"]": 4.0}
     begun = [ask(at, begun=True, **likely) for at in range(4)]

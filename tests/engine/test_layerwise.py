@@ -12,7 +12,7 @@ from engine.small import alone, greedy, prompt, run, small, tokens_of
 from stepwell.base.config import PrefetchPolicy, StoreConfig, WritePolicy
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.tasks import Plan
-from stepwell.engine import Ask, Engine, Finish, Limits
+from stepwell.engine import Engine, Finish, GenerateRequest, Limits
 from stepwell.policy.store_use import StoreTuning
 from stepwell.store.memory import MemoryStore
 from stepwell.tiers.eviction import make_room
@@ -34,7 +34,7 @@ def evict_idle(engine: Engine) -> None:
     make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
 
 
-def served(engine: Engine, ask: Ask) -> list[int]:
+def served(engine: Engine, ask: GenerateRequest) -> list[int]:
     (deltas,) = run(engine, [ask])
     assert deltas[-1].error is None, deltas[-1].error
     return tokens_of(deltas)
@@ -219,7 +219,7 @@ def test_a_random_schedule_answers_as_plain_loading(family: str, seed: int) -> N
         answers: dict[int, list[int]] = {}
         aborted: set[int] = set()
         waiting = list(asks)
-        numbers: dict[int, Ask] = {}
+        numbers: dict[int, GenerateRequest] = {}
 
         def note(deltas: list[Any]) -> None:
             for delta in deltas:

@@ -15,7 +15,7 @@ from stepwell.base.config import PlacementConfig
 from stepwell.base.errors import NoRoom
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.meters import ManualClock
-from stepwell.engine import Ask, Engine, Limits, Sampling
+from stepwell.engine import Engine, GenerateRequest, Limits, Sampling
 from stepwell.memory.arena import READY
 from stepwell.tiers import publish
 from waiting import empty_device, run_to_the_end, run_until, settle
@@ -27,18 +27,18 @@ FAMILIES = ["llama", "mistral", "gemma3", "gpt_oss", "qwen3_next", "falcon_h1", 
 STOPS = PlacementConfig(interval_tokens=5 * PAGE, decode_interval_tokens=2 * PAGE)
 
 
-def asks(seed: int, *, most: int = 300) -> list[Ask]:
+def asks(seed: int, *, most: int = 300) -> list[GenerateRequest]:
     """Prompts of several chunks, some alike at first, that arrive together."""
     draw, shared = Random(seed), prompt(100, seed=seed)
     made = []
     for at in range(6):
         tokens = [*shared[: draw.randrange(100)], *prompt(draw.randrange(1, most), seed=100 * seed + at)]
         sampling = Sampling(max_tokens=draw.choice([1, 2, 20, 40]), temperature=draw.choice([0, 0, 0.8]), seed=at)
-        made.append(Ask(tokens=tokens, sampling=sampling))
+        made.append(GenerateRequest(tokens=tokens, sampling=sampling))
     return made
 
 
-def expected(family: str, many: list[Ask], **settings: Any) -> list[list[int]]:
+def expected(family: str, many: list[GenerateRequest], **settings: Any) -> list[list[int]]:
     """By an engine that reads every pass at once."""
     with small(family, **settings) as engine:
         return [tokens_of(deltas) for deltas in run(engine, many)]
@@ -309,7 +309,8 @@ def test_a_prompt_whose_numbers_break_ends_alone_and_its_last_chunk_is_nobodys()
 def test_logprobs_are_those_of_an_engine_that_reads_at_once() -> None:
     """Their prompts go ahead; the pass that completes them is read at once."""
     many = [
-        Ask(tokens=prompt(200 + at, seed=at), sampling=Sampling(max_tokens=6, logprobs=2 if at % 2 else None)) for at in range(4)
+        GenerateRequest(tokens=prompt(200 + at, seed=at), sampling=Sampling(max_tokens=6, logprobs=2 if at % 2 else None))
+        for at in range(4)
     ]
     with small() as engine:
         told = run(engine, many)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.small import alone, greedy, prompt, run, small, tokens_of
-from stepwell.engine import Ask, Limits, Sampling
+from stepwell.engine import GenerateRequest, Limits, Sampling
 from stepwell.engine.ops import drawing
 from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, pick
 from stepwell.engine.sampling.choices import number_for
@@ -157,7 +157,7 @@ def test_rows_that_are_no_numbers_are_marked_and_hurt_no_other() -> None:
     assert pick(logits_BV[:0], []).tolist() == []
 
 
-def asks(seed: int) -> list[Ask]:
+def asks(seed: int) -> list[GenerateRequest]:
     random = Random(seed)
     shared, made = prompt(40, seed=seed), []
     for at in range(8):
@@ -166,7 +166,7 @@ def asks(seed: int) -> list[Ask]:
             max_tokens=random.choice([3, 20, 50]), temperature=random.choice([0, 0.7, 1.5]), seed=at,
             top_k=random.choice([None, 20]), top_p=random.choice([1.0, 0.9]), logprobs=random.choice([None, None, None, 1]),
         )  # fmt: skip
-        made.append(Ask(tokens=tokens, sampling=settings))
+        made.append(GenerateRequest(tokens=tokens, sampling=settings))
     return made
 
 
@@ -191,14 +191,14 @@ def test_an_answer_goes_on_alike_when_what_there_is_of_it_is_asked_again() -> No
     pytest.importorskip("transformers")
     settings = Sampling(max_tokens=30, temperature=1.2, seed=11, top_p=0.95)
     with small() as engine:
-        whole = tokens_of(run(engine, [Ask(tokens=prompt(30), sampling=settings)])[0])
-        again = Ask(tokens=[*prompt(30), *whole[:13]], sampling=replace(settings, max_tokens=17))
+        whole = tokens_of(run(engine, [GenerateRequest(tokens=prompt(30), sampling=settings)])[0])
+        again = GenerateRequest(tokens=[*prompt(30), *whole[:13]], sampling=replace(settings, max_tokens=17))
         assert tokens_of(run(engine, [again])[0]) == whole[13:]
 
 
 def test_requests_without_a_seed_differ() -> None:
     pytest.importorskip("transformers")
-    free = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=20, temperature=2.0))
+    free = GenerateRequest(tokens=prompt(30), sampling=Sampling(max_tokens=20, temperature=2.0))
     with small() as engine:
         one, other, likeliest = (tokens_of(deltas) for deltas in run(engine, [free, free, greedy(prompt(30), 20)]))
     assert one != other and likeliest == alone("llama", [greedy(prompt(30), 20)])[0]

@@ -18,7 +18,7 @@ from parity.recorded import store_at
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Tier
-from stepwell.engine import Ask, Delta, Engine, EngineConfig, Finish, Limits, Sampling, Usage, build_engine
+from stepwell.engine import Delta, Engine, EngineConfig, Finish, GenerateRequest, Limits, Sampling, Usage, build_engine
 from stepwell.tree.match import ids_of
 from waiting import empty_device, settle
 
@@ -32,13 +32,13 @@ WAIT = StoreConfig(prefetch=PrefetchPolicy.WAIT_COMPLETE, recompute_tokens_per_s
 LENGTHS = (1, 37, 65)
 
 
-def both_ways(lengths: Sequence[int], count: int = 12, **more: Any) -> list[Ask]:
+def both_ways(lengths: Sequence[int], count: int = 12, **more: Any) -> list[GenerateRequest]:
     """Each prompt greedily and drawn, with logprobs."""
     made = []
     for at, tokens in enumerate(prompts(tuple(lengths))):
-        made.append(Ask(tokens=tokens, sampling=Sampling(max_tokens=count, logprobs=1), **more))
+        made.append(GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=count, logprobs=1), **more))
         sampling = Sampling(max_tokens=count, logprobs=1, temperature=0.3, top_p=0.9, seed=at)
-        made.append(Ask(tokens=tokens, sampling=sampling, **more))
+        made.append(GenerateRequest(tokens=tokens, sampling=sampling, **more))
     return made
 
 
@@ -101,8 +101,9 @@ def test_ends_of_all_kinds_are_where_they_are_without_a_draft() -> None:
     with engine_for("llama") as engine:
         whole = tokens_of(run(engine, [greedy(prompt(30), 12)])[0])
     eos = next(token for at, token in enumerate(whole) if at >= 5 and token not in whole[:at])
-    asks = [Ask(tokens=prompt(30), sampling=Sampling(max_tokens=12, stop=(Letters().decode(whole[6:8]),), logprobs=0)),
-            Ask(tokens=prompt(30), sampling=Sampling(max_tokens=12, logprobs=0))]  # fmt: skip
+    stop = Letters().decode(whole[6:8])
+    asks = [GenerateRequest(tokens=prompt(30), sampling=Sampling(max_tokens=12, stop=(stop,), logprobs=0)),
+            GenerateRequest(tokens=prompt(30), sampling=Sampling(max_tokens=12, logprobs=0))]  # fmt: skip
     with_text = replace(made, text=Letters())  # type: ignore[arg-type]
     with_end = replace(made, eos_ids=frozenset([eos]))
     for each, ask, finish in ((with_text, asks[0], Finish.STOP), (with_end, asks[1], Finish.STOP), (with_end, asks[1], None)):
@@ -197,7 +198,7 @@ def test_under_pressure_in_every_tier(family: str, drafted: str, memory: str, tm
         known.append([*before[: random.randrange(1, len(before))], *prompt(random.randrange(1, 30), seed=random.randrange(5))])
         drawn = {"temperature": 0.3, "seed": number} if random.random() < 0.3 else {}
         sampling = Sampling(max_tokens=random.randrange(1, 30), **drawn)  # type: ignore[arg-type]
-        asks.append(Ask(tokens=known[-1], sampling=sampling, speculate=number % 8 != 7))
+        asks.append(GenerateRequest(tokens=known[-1], sampling=sampling, speculate=number % 8 != 7))
     with engine_for(family) as engine:
         expected = run(engine, asks)
     settings = {**store_at(tmp_path / "log", "4MiB"), "store_config": WAIT, "host_memory": "512KiB", "draft_tokens": 3}

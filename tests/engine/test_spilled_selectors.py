@@ -20,7 +20,7 @@ from parity.spilling import poison_freed, press, report, short, spilled
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
-from stepwell.engine import Ask, Engine, EngineConfig, Finish, Sampling, build_engine
+from stepwell.engine import Engine, EngineConfig, Finish, GenerateRequest, Sampling, build_engine
 from stepwell.engine.ops import attention
 from stepwell.engine.passes.rows import LayerPlaces
 from stepwell.engine.running.graphs import Graphs, Recording
@@ -37,7 +37,7 @@ def engine_for(selector: str, family: str = "llama", **settings: Any) -> Engine:
     return build_engine(short(checkpoint(family)), EngineConfig(**(DEFAULTS | defaults | settings)))
 
 
-def alone(selector: str, asks: list[Ask]) -> list[list[int]]:
+def alone(selector: str, asks: list[GenerateRequest]) -> list[list[int]]:
     """What each answer is with nobody beside it, nothing cached and all rows on the device."""
     return [list(_alone(selector, tuple(ask.tokens), ask.sampling)) for ask in asks]
 
@@ -45,7 +45,7 @@ def alone(selector: str, asks: list[Ask]) -> list[list[int]]:
 @cache
 def _alone(selector: str, tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
     with small("llama", sparse=selector, sparse_budget=BUDGET) as engine:
-        return tuple(tokens_of(run(engine, [Ask(tokens=tokens, sampling=sampling, use_cache=False)])[0]))
+        return tuple(tokens_of(run(engine, [GenerateRequest(tokens=tokens, sampling=sampling, use_cache=False)])[0]))
 
 
 # ---- settings and lengths ---------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_rows_of_answers_stay_so_requests_with_long_ones_are_shorter(selector: s
     with engine_for(selector, device_memory="700KiB", hot_rows=hot_rows) as engine:
         assert BUDGET + 2 * PAGE < engine.max_alone < engine.max_context, "nothing is to be seen otherwise"
         for length in (40, engine.max_alone, engine.max_context - 1):
-            tokens, most = prompt(length), engine._intake.most_tokens(greedy(prompt(length)))
+            tokens, most = prompt(length), engine._builder.most_tokens(greedy(prompt(length)))
             assert engine.max_alone <= most <= engine.max_context
             assert most < engine.max_context or length > engine.max_alone
             with pytest.raises(ConfigError, match=f"{length} prompt tokens and .* exceed the {most} .*ask for less$"):
@@ -88,8 +88,8 @@ def test_rows_of_answers_stay_so_requests_with_long_ones_are_shorter(selector: s
             (deltas,) = run(engine, [greedy(tokens, most - length)])
             assert deltas[-1].error is None and deltas[-1].finish is Finish.LENGTH and len(tokens_of(deltas)) == most - length
             assert deltas[-1].usage is not None and deltas[-1].usage.preemptions <= 1, "it may be packed once"
-        number = engine.submit(Ask(tokens=prompt(40), sampling=Sampling(ignore_eos=True)))
-        assert engine._answering.requests[number].max_tokens == engine._intake.most_tokens(greedy(prompt(40))) - 40
+        number = engine.submit(GenerateRequest(tokens=prompt(40), sampling=Sampling(ignore_eos=True)))
+        assert engine._answering.requests[number].max_tokens == engine._builder.most_tokens(greedy(prompt(40))) - 40
         engine.abort(number)
 
 
@@ -97,11 +97,11 @@ def test_how_long_a_request_may_be_is_found_once_for_as_many_pages(monkeypatch: 
     with engine_for("quest", device_memory="700KiB", hot_rows=0) as engine:
         calls, could_hold = [0], type(engine.cache).could_hold
         monkeypatch.setattr(type(engine.cache), "could_hold", lambda *a, **k: (calls.append(1), could_hold(*a, **k))[1])
-        found = [engine._intake.most_tokens(greedy(prompt(13 * PAGE + more))) for more in (0, 3, PAGE - 1)]
+        found = [engine._builder.most_tokens(greedy(prompt(13 * PAGE + more))) for more in (0, 3, PAGE - 1)]
         searched = sum(calls)
         assert len({*found}) == 1 and searched > 3 and found[0] < engine.max_context
-        assert engine._intake.most_tokens(greedy(prompt(13 * PAGE + 5))) == found[0] and sum(calls) == searched
-        assert engine._intake.most_tokens(greedy(prompt(14 * PAGE))) > found[0] and sum(calls) > searched
+        assert engine._builder.most_tokens(greedy(prompt(13 * PAGE + 5))) == found[0] and sum(calls) == searched
+        assert engine._builder.most_tokens(greedy(prompt(14 * PAGE))) > found[0] and sum(calls) > searched
 
 
 # ---- traffic ----------------------------------------------------------------------------------------

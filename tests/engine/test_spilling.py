@@ -22,7 +22,7 @@ from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec.families import from_config
-from stepwell.engine import Ask, Engine, EngineConfig, Finish, Limits, Sampling, build_engine
+from stepwell.engine import Engine, EngineConfig, Finish, GenerateRequest, Limits, Sampling, build_engine
 from stepwell.engine.building.settings import check_settings
 from stepwell.engine.passes.rows import Rows
 from stepwell.engine.passes.spilled import Piece, Spilled
@@ -306,7 +306,10 @@ def test_a_request_that_cannot_spill_is_refused_where_all_its_rows_would_not_fit
 def test_drafts_of_the_models_own_layer_are_verified_over_rows_on_the_host(hot_rows: int) -> None:
     """Several query rows of a request select together. Draft rows stay on the device."""
     made = short(target("deepseek_v32", own_layer=True))
-    asks = [Ask(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1)) for length in (40, 180, 97)]
+    asks = [
+        GenerateRequest(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1))
+        for length in (40, 180, 97)
+    ]
     settings = DEFAULTS | {"draft": "mtp", "limits": LIMITS}
     with build_engine(made, EngineConfig(**settings)) as engine:
         expected = run(engine, asks)

@@ -15,7 +15,7 @@ from stepwell.base.config import StoreConfig, WritePolicy
 from stepwell.base.errors import ConfigError, StepwellError
 from stepwell.base.meters import ManualClock
 from stepwell.base.tasks import Purpose
-from stepwell.engine import Ask, Engine, Finish, Limits, Sampling
+from stepwell.engine import Engine, Finish, GenerateRequest, Limits, Sampling
 from stepwell.engine.running import runner as runner_module
 from stepwell.engine.trouble import TroubleLog
 from stepwell.policy import store_use
@@ -39,7 +39,7 @@ def test_a_prefill_may_be_preempted_by_another_in_the_same_plan(family: str, mem
 
 @pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-46, 5e-324])  # the last two are 0 as 32-bit numbers
 def test_the_smallest_temperature_hurts_nobody(temperature: float) -> None:
-    cold = Ask(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=temperature, seed=1))
+    cold = GenerateRequest(tokens=prompt(30), sampling=Sampling(max_tokens=5, temperature=temperature, seed=1))
     with small() as engine:
         played = run(engine, [cold, greedy(prompt(30, seed=1), 5)])
     assert [deltas[-1].finish for deltas in played] == [Finish.LENGTH, Finish.LENGTH]
@@ -79,7 +79,7 @@ def _spoil(logits: torch.Tensor, numbers: list[int], victim: int) -> torch.Tenso
 def test_settings_that_cannot_be_are_refused_at_once() -> None:
     for wrong in ({"priority": -1}, {"ttl_s": 0.0}, {"hints": (-5,)}):
         with pytest.raises(ConfigError):
-            Ask(tokens=[1], **wrong)
+            GenerateRequest(tokens=[1], **wrong)
     for wrong in ({"seed": 2**64}, {"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}, {"stop": ("",)}, {"logprobs": 99}):
         with pytest.raises(ConfigError):
             Sampling(**wrong)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.small import greedy, prompt, run, small, tokens_of
-from stepwell.engine import Ask, Engine, Limits, Sampling
+from stepwell.engine import Engine, GenerateRequest, Limits, Sampling
 from stepwell.engine.requests.request import Chunk
 from waiting import run_to_the_end
 
@@ -27,7 +27,7 @@ def ahead(family: str = "llama", **settings: Any) -> Engine:
     return engine
 
 
-def asks(seed: int) -> list[Ask]:
+def asks(seed: int) -> list[GenerateRequest]:
     draw = Random(seed)
     shared = prompt(40, seed=seed)
     made = []
@@ -37,7 +37,7 @@ def asks(seed: int) -> list[Ask]:
         sampling = Sampling(
             max_tokens=count, temperature=draw.choice([0, 0, 0.8, 1.4]), seed=at, logprobs=draw.choice([None, None, 2])
         )
-        made.append(Ask(tokens=tokens, sampling=sampling, priority=draw.randrange(3)))
+        made.append(GenerateRequest(tokens=tokens, sampling=sampling, priority=draw.randrange(3)))
     return made
 
 
@@ -78,7 +78,7 @@ def test_most_passes_begin_before_the_tokens_they_go_on_from_are_read(sampling: 
             return run_pass(chunks, **more)
 
         engine._runner.run = noted  # type: ignore[method-assign]
-        run(engine, [Ask(tokens=prompt(20, seed=at), sampling=replace(sampling, max_tokens=60)) for at in range(3)])
+        run(engine, [GenerateRequest(tokens=prompt(20, seed=at), sampling=replace(sampling, max_tokens=60)) for at in range(3)])
         assert sum(followed) > 3 * 60 * 0.8
 
 
@@ -166,7 +166,7 @@ def test_a_request_that_cannot_begin_is_told_so_while_others_go_on(monkeypatch: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_a_lease_that_was_given_back_are_dropped(temperature: float) -> None:
     """Its request begins again with another one, whose pages nobody computed."""
-    ask = Ask(tokens=prompt(20), sampling=Sampling(max_tokens=30, temperature=temperature, seed=5))
+    ask = GenerateRequest(tokens=prompt(20), sampling=Sampling(max_tokens=30, temperature=temperature, seed=5))
     with small() as engine:
         expected = tokens_of(run(engine, [ask])[0])
     with ahead() as engine:

@@ -16,7 +16,7 @@ import pytest
 from engine.worker_engines import FETCHED, PATIENT, answers, open_engine, prompt, same
 from stepwell.base.errors import ConfigError
 from stepwell.base.inherited_block import InheritedBlock
-from stepwell.engine import Ask, Engine, Finish, Sampling
+from stepwell.engine import Engine, Finish, GenerateRequest, Sampling
 from stepwell.engine.engine import UPKEEP_S
 from stepwell.engine.running.runner import PassesLost, PassFailed
 from stepwell.engine.workers.messages import COPY
@@ -90,7 +90,7 @@ def workers_of(engine: Engine) -> RankWorkers:
 def test_a_lost_rank_fails_its_requests_and_comes_back_with_a_warm_host(engine: Engine, sign: int, says: str) -> None:
     before = answers(engine, [prompt(300)])
     settle(engine.cache)
-    number = engine.submit(Ask(tokens=prompt(200, seed=7), sampling=Sampling(max_tokens=500, ignore_eos=True)))
+    number = engine.submit(GenerateRequest(tokens=prompt(200, seed=7), sampling=Sampling(max_tokens=500, ignore_eos=True)))
     run_until(engine, lambda: engine.passes > 20)
     lost = pids(engine)
     os.kill(lost[1], sign)
@@ -135,7 +135,7 @@ def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> Non
     for round_ in range(3):
         wait_until(lambda: engine.step() is not None and engine.lost is None)
         for seed in range(4):
-            engine.submit(Ask(tokens=prompt(290, seed=50 * round_ + seed), sampling=Sampling(max_tokens=4)))
+            engine.submit(GenerateRequest(tokens=prompt(290, seed=50 * round_ + seed), sampling=Sampling(max_tokens=4)))
         passes = engine.passes
         run_until(engine, lambda passes=passes, round_=round_: engine.passes > passes + 3 * round_)  # type: ignore[misc]
         os.kill(pids(engine)[round_ % 2], signal.SIGKILL)
@@ -185,13 +185,13 @@ def test_what_a_store_brings_while_ranks_start_is_copied_when_they_run(root: Pat
 
 def test_without_restarts_requests_are_refused_with_the_rank(root: Path) -> None:
     with open_engine("llama", root, 2) as engine:
-        first = engine.submit(Ask(tokens=prompt(100), sampling=Sampling(max_tokens=200, ignore_eos=True)))
+        first = engine.submit(GenerateRequest(tokens=prompt(100), sampling=Sampling(max_tokens=200, ignore_eos=True)))
         run_until(engine, lambda: engine.passes > 5)
         os.kill(pids(engine)[0], signal.SIGKILL)
         ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
         assert [(each.request, each.finish) for each in ends] == [(first, Finish.FAILED)] and "rank 0" in str(ends[0].error)
         with pytest.raises(PassesLost, match="rank 0 was lost"):
-            engine.submit(Ask(tokens=prompt(100)))
+            engine.submit(GenerateRequest(tokens=prompt(100)))
         assert engine.gone
         engine.cache.audit()
 
@@ -238,7 +238,7 @@ def send_instead(engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: tuple[i
 def test_a_pass_that_fails_on_all_ranks_ends_its_requests_and_no_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, before = answers(engine, [prompt(100)]), pids(engine)
     settle(engine.cache)
-    number = engine.submit(Ask(tokens=prompt(50, seed=5)))
+    number = engine.submit(GenerateRequest(tokens=prompt(50, seed=5)))
     send_instead(engine, monkeypatch, (0, 1))
     with pytest.raises(PassFailed, match="rank 0: ValueError: tokens that are not there"):
         run_to_the_end(engine)
@@ -254,7 +254,7 @@ def test_a_pass_that_fails_on_one_rank_alone_loses_it_for_the_others_wait_for_it
 ) -> None:
     expected = answers(engine, [prompt(100)])
     settle(engine.cache)
-    number = engine.submit(Ask(tokens=prompt(50, seed=5)))
+    number = engine.submit(GenerateRequest(tokens=prompt(50, seed=5)))
     send_instead(engine, monkeypatch, (1,))
     ends = [delta for delta in run_to_the_end(engine) if delta.finish is not None]
     assert [(each.request, each.finish) for each in ends] == [(number, Finish.FAILED)] and "rank 1" in str(ends[0].error)
@@ -288,7 +288,7 @@ def test_nobody_asks_without_end_while_ranks_are_down(engine: Engine) -> None:
     engine.generate(prompt(40), max_tokens=1)
     os.kill(pids(engine)[0], signal.SIGKILL)
     run_until(engine, lambda: engine.lost is not None)
-    engine.submit(Ask(tokens=prompt(40), sampling=Sampling(max_tokens=1)))
+    engine.submit(GenerateRequest(tokens=prompt(40), sampling=Sampling(max_tokens=1)))
     assert engine.idle and engine.pause_s == UPKEEP_S
     run_to_the_end(engine)
     assert engine.lost is None
@@ -306,7 +306,7 @@ def test_closing_does_not_wait_for_copies_of_a_rank_that_is_gone(root: Path, mon
         send_all(message)
 
     monkeypatch.setattr(workers, "send_all", stop_before_copies)
-    engine.submit(Ask(tokens=prompt(300)))
+    engine.submit(GenerateRequest(tokens=prompt(300)))
     run_until(engine, lambda: bool(told))
     os.kill(workers.pids[1], signal.SIGKILL)
     began_s = monotonic()

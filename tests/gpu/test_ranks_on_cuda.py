@@ -27,7 +27,7 @@ from stepwell.base.config import PrefetchPolicy, StoreConfig  # noqa: E402
 from stepwell.base.errors import ConfigError  # noqa: E402
 from stepwell.base.ids import CACHED_KINDS, Kind, Tier  # noqa: E402
 from stepwell.base.inherited_block import InheritedBlock  # noqa: E402
-from stepwell.engine import Answer, Ask, Engine, Finish, Limits, Sampling  # noqa: E402
+from stepwell.engine import Answer, Engine, Finish, GenerateRequest, Limits, Sampling  # noqa: E402
 from stepwell.engine.workers.worker_setup import WorkerLimits  # noqa: E402
 from stepwell.jobs.children import start_child  # noqa: E402
 from unit.transfer.sharded import Ranks, host_memory, run, span  # noqa: E402
@@ -197,7 +197,7 @@ def test_a_rank_that_is_killed_on_a_gpu_comes_back_with_a_warm_host(root: Path) 
     with opened("gemma3", root, 2, "fp32", restart_workers=True) as engine:
         expected = answers(engine)
         settle(engine.cache)
-        number = engine.submit(Ask(tokens=prompt(200, seed=7), sampling=Sampling(max_tokens=500, ignore_eos=True)))
+        number = engine.submit(GenerateRequest(tokens=prompt(200, seed=7), sampling=Sampling(max_tokens=500, ignore_eos=True)))
         run_until(engine, lambda: engine.passes > 12)
         assert engine.ranks is not None
         os.kill(engine.ranks.pids[1], signal.SIGKILL)

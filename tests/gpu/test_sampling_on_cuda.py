@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from engine.small import prompt, run, small, tokens_of  # noqa: E402
 from not_run import NO_CUDA  # noqa: E402
-from stepwell.engine import Ask, Sampling  # noqa: E402
+from stepwell.engine import GenerateRequest, Sampling  # noqa: E402
 from stepwell.engine.ops.drawing import NAN_LOGITS, Draw, Pick, pick  # noqa: E402
 from stepwell.engine.requests.request import Chunk  # noqa: E402
 from stepwell.engine.sampling.choices import number_for  # noqa: E402
@@ -119,7 +119,7 @@ def answers(family: str, *, ahead: bool) -> tuple[list[list[int]], int]:
     """Of four requests, three of them drawn; and how many tokens were computed before those before them were read."""
     warm, followed = Sampling(max_tokens=60, temperature=0.9, seed=1), []
     many = [warm, replace(warm, top_p=0.9), replace(warm, top_k=20, top_p=0.95), Sampling(max_tokens=60)]
-    asks = [Ask(tokens=prompt(20 + at, seed=at), sampling=sampling) for at, sampling in enumerate(many)]
+    asks = [GenerateRequest(tokens=prompt(20 + at, seed=at), sampling=sampling) for at, sampling in enumerate(many)]
     with small(family, device="cuda", dtype="fp32", device_memory="16MiB", host_memory="16MiB") as engine:
         assert engine.passing.reads_later, "decode steps of this family ask the host"
         engine.passing.reads_later = ahead

@@ -22,7 +22,7 @@ from parity.spilling import SPARSE, press, prompts, recorded, report, short, spi
 from parity.test_spilled_keys_and_values import SELECTORS, picking  # noqa: E402
 from parity.test_spilled_keys_and_values import two_turns as two_turns_picking  # noqa: E402
 from parity.test_spilled_rows import LENGTHS, check_same  # noqa: E402
-from stepwell.engine import Ask, Delta, Engine, EngineConfig, Limits, Sampling, build_engine  # noqa: E402
+from stepwell.engine import Delta, Engine, EngineConfig, GenerateRequest, Limits, Sampling, build_engine  # noqa: E402
 from stepwell.engine.loading.checkpoint import Checkpoint  # noqa: E402
 from stepwell.engine.passes.spilling import SpillReport  # noqa: E402
 
@@ -62,7 +62,10 @@ def test_drafts_are_verified_over_rows_on_the_host(dtype: str, hot_rows: int) ->
     wide_rows = dtype.endswith("wide rows")
     if wide_rows:
         pytest.importorskip("flashinfer")
-    asks = [Ask(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1)) for length in (40, 180, 97)]
+    asks = [
+        GenerateRequest(tokens=prompt(length, seed=length), sampling=Sampling(max_tokens=24, logprobs=1))
+        for length in (40, 180, 97)
+    ]
     settings = {"wide_rows": wide_rows, "dtype": dtype[:4], "hot_rows": hot_rows}
     with drafting(**settings) as engine:
         expected = run(engine, asks)

@@ -19,7 +19,7 @@ from engine.worker_engines import open_engine
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits
 from parity.spilling import short
 from stepwell.base.ids import Kind, Tier
-from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine import Engine, GenerateRequest, Sampling
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import Lane, SharedHost, Shown
@@ -90,7 +90,7 @@ def test_rows_of_sparse_decode_stay_on_the_host_of_a_small_device(stack: ExitSta
 
 def test_drafts_are_handed_over_too(stack: ExitStack) -> None:
     (prompt,) = prompts((6 * PAGE + 3,))
-    ask = Ask(tokens=prompt, sampling=Sampling(max_tokens=12))
+    ask = GenerateRequest(tokens=prompt, sampling=Sampling(max_tokens=12))
 
     def answer(engine: Engine) -> tuple[list[int], int, int]:
         engine.submit(ask)

@@ -15,7 +15,7 @@ from mooncake_cluster import Cluster
 
 from engine.drafted import OWN, engine_for, prompts
 from parity.recorded import PAGE, Played, Recorded, distance, same_bits
-from stepwell.engine import Ask, Engine, Sampling
+from stepwell.engine import Engine, GenerateRequest, Sampling
 from waiting import run_to_the_end, settle
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v32", "deepseek_v4"]
@@ -63,7 +63,7 @@ def test_drafts_are_shared_too(stack: ExitStack, cluster: Cluster) -> None:
     (prompt,) = prompts((6 * PAGE + 3,))
 
     def answer(engine: Engine) -> tuple[list[int], int, int]:
-        engine.submit(Ask(tokens=prompt, sampling=Sampling(max_tokens=12)))
+        engine.submit(GenerateRequest(tokens=prompt, sampling=Sampling(max_tokens=12)))
         deltas = run_to_the_end(engine)
         usage = next(delta.usage for delta in deltas if delta.usage is not None)
         return [token for delta in deltas for token in delta.tokens], usage.accepted_tokens, usage.sources.store

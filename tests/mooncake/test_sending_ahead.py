@@ -17,7 +17,7 @@ from handed import Decode, Prefill
 
 from parity.recorded import PAGE, Recorded, distance, same_bits
 from stepwell.cli.demo.server import serving
-from stepwell.engine import Ask, Sampling
+from stepwell.engine import GenerateRequest, Sampling
 from stepwell.server.ahead import PromptParts
 from stepwell.store.peer.listing import parse
 from stepwell.store_tier.hand_out import HandOut
@@ -53,8 +53,8 @@ def fetch(decode: Decode, listing: bytes, tokens: list[int]) -> None:
 def compute_in_parts(prefill: Prefill, prompt: list[int]) -> Iterator[HandOut]:
     """What can be handed out while a prompt is computed, part by part; the prefill engine has computed all of it at the end."""
     engine = prefill.recorded.engine
-    progress = PromptParts(Ask(tokens=prompt), PART)
-    engine.submit(Ask(tokens=prompt, sampling=Sampling(max_tokens=1)))
+    progress = PromptParts(GenerateRequest(tokens=prompt), PART)
+    engine.submit(GenerateRequest(tokens=prompt, sampling=Sampling(max_tokens=1)))
     while engine.num_open:
         engine.step()
         settle(engine.cache)

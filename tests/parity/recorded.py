@@ -12,7 +12,7 @@ import torch
 
 from engine.families import checkpoint
 from stepwell.cache.build import CacheTuning
-from stepwell.engine import Ask, Engine, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine import Engine, EngineConfig, GenerateRequest, Limits, Sampling, build_engine
 from stepwell.engine.loading.checkpoint import Checkpoint
 from stepwell.engine.requests.request import Chunk
 from stepwell.policy.placement import PlacementRules
@@ -76,7 +76,7 @@ class Recorded:
         """All prompts at once, to their ends."""
         engine, asks = (
             self.engine,
-            [Ask(tokens=list(p), sampling=Sampling(max_tokens=answer), use_cache=use_cache) for p in prompts],
+            [GenerateRequest(tokens=list(p), sampling=Sampling(max_tokens=answer), use_cache=use_cache) for p in prompts],
         )
         numbers = [engine.submit(ask) for ask in asks]
         tokens: dict[int, list[int]] = {number: [] for number in numbers}

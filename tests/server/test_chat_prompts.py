@@ -10,7 +10,7 @@ from stepwell.engine.loading.chat import ROLE_MARKERS, ChatTemplate
 from stepwell.engine.loading.random_hybrid import CHAT_TEMPLATE, byte_tokenizer
 from stepwell.server.access.tenants import Principal, Principals, Secrets
 from stepwell.server.api.bodies import ChatBody
-from stepwell.server.api.chat import chat_asks, chat_prompt
+from stepwell.server.api.chat import chat_prompt, chat_requests
 from stepwell.server.errors import ApiError
 from stepwell.server.served import Served
 
@@ -155,7 +155,7 @@ def test_reasoning_reaches_templates_that_call_it_thinking() -> None:
 def test_a_chat_without_a_template_ends_where_the_model_begins_another_message() -> None:
     def stops(template: str | None, **more: object) -> tuple[str, ...]:
         body = ChatBody.model_validate({"messages": [USER], "stop": ["."], **more})
-        return chat_asks(served(template), body, Principal(), 0.0)[0].sampling.stop
+        return chat_requests(served(template), body, Principal(), 0.0)[0].sampling.stop
 
     assert stops(None) == (".", *ROLE_MARKERS)
     assert stops(None, ignore_eos=True) == (".",), "an answer that is to ignore its end goes on"

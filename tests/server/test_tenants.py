@@ -15,7 +15,7 @@ from server.serving import ADMIN, NAME, WAIT, Running, running
 from stepwell.base.config import WritePolicy
 from stepwell.base.errors import ConfigError
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Ask
+from stepwell.engine.requests.request import GenerateRequest
 from stepwell.server.access.tenants import Principal, Tenant
 from stepwell.store.log.store import LogStore
 from waiting import PATIENCE_S, wait_until
@@ -251,10 +251,10 @@ def test_a_tenant_cannot_be_named_in_a_request_for_an_answer(two: Clients, path:
 
 
 def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest.MonkeyPatch) -> None:
-    reported: list[Ask] = []
+    reported: list[GenerateRequest] = []
     submit = Engine.submit
 
-    def noting(engine: Engine, ask: Ask) -> int:
+    def noting(engine: Engine, ask: GenerateRequest) -> int:
         reported.append(ask)
         return submit(engine, ask)
 

@@ -10,7 +10,7 @@ import pytest
 
 from server.test_chat_prompts import served
 from stepwell.engine.requests.guided import Guide, Thoughts
-from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Sampling
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.chat_form import ChatForm, chat_form
 
@@ -32,7 +32,7 @@ def a_form(*, begun: bool) -> ChatForm:
     )
     guide = Guide(None, len(TEXTS), frozenset({END}), Thoughts(open=OPEN, close=CLOSE, begun=begun))
     made = replace(served(None), text=cast(Any, Words()), reasoning_parser="think")
-    return chat_form(made, body, [Ask(tokens=[OPEN], sampling=Sampling(), guide=guide)])
+    return chat_form(made, body, [GenerateRequest(tokens=[OPEN], sampling=Sampling(), guide=guide)])
 
 
 def reported(tokens: Sequence[int], *, begun: bool, at_once: int, late: int) -> tuple[str, ...]:

@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from stepwell.engine.building.build import build_engine, load_engine
     from stepwell.engine.building.settings import EngineConfig
     from stepwell.engine.engine import Answer, Engine
-    from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, Usage
+    from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Sampling, Usage
     from stepwell.engine.scheduling.scheduler import Limits
 
 _HOMES = {
     "stepwell.engine.building.build": ("build_engine", "load_engine"),
     "stepwell.engine.building.settings": ("EngineConfig",),
     "stepwell.engine.engine": ("Answer", "Engine"),
-    "stepwell.engine.requests.request": ("Ask", "Delta", "Finish", "Sampling", "Usage"),
+    "stepwell.engine.requests.request": ("GenerateRequest", "Delta", "Finish", "Sampling", "Usage"),
     "stepwell.engine.scheduling.scheduler": ("Limits",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Answer",
-    "Ask",
     "Delta",
     "Engine",
     "EngineConfig",
     "Finish",
+    "GenerateRequest",
     "Limits",
     "Sampling",
     "Usage",

@@ -24,14 +24,14 @@ from stepwell.cache.report import StepReport
 from stepwell.engine.ops.guarded import is_out_of_memory
 from stepwell.engine.passes.spilling import SpillReport
 from stepwell.engine.requests.guided import Guides
-from stepwell.engine.requests.request import Ask, Delta, Finish, Sampling, TokenLogprob, Usage
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Sampling, TokenLogprob, Usage
 from stepwell.engine.requests.text import Text
 from stepwell.engine.running.runner import RANK_LOST, Passes, PassesLost, RanksReport
 from stepwell.engine.running.speculation import Speculation
 from stepwell.engine.scheduling.answering import Answering
 from stepwell.engine.scheduling.footprint import Footprint
-from stepwell.engine.scheduling.intake import Intake
 from stepwell.engine.scheduling.passing import Passing
+from stepwell.engine.scheduling.request_builder import RequestBuilder
 from stepwell.engine.scheduling.scheduler import MAX_FAILED_LEASES, Limits, Scheduler
 from stepwell.engine.trouble import TroubleLog
 from stepwell.store.api import Store
@@ -93,7 +93,7 @@ class Engine:
         selector = runner.facts.selector
         self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
         self.passing = Passing(runner, speculation, cache, self.scheduler, self._answering)
-        self._intake = Intake(
+        self._builder = RequestBuilder(
             cache, text, runner.facts, self.clock, chunk_tokens=self.limits.chunk_tokens, max_context=max_context,
             max_alone=self.max_alone, eos_ids=eos_ids,
         )  # fmt: skip
@@ -136,13 +136,13 @@ class Engine:
 
     # ---- requests ---------------------------------------------------------------------------------
 
-    def submit(self, ask: Ask) -> int:
+    def submit(self, submitted: GenerateRequest) -> int:
         """Queues a request and returns its number. Raises ConfigError or BadTokens, or PassesLost where nothing can be computed
         any more; then it queues nothing.
         """
         if self._gone is not None:
             raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
-        request = self._intake.request(ask)
+        request = self._builder.build(submitted)
         self.scheduler.enter(request)
         self._answering.requests[request.id] = request
         return request.id
@@ -247,7 +247,7 @@ class Engine:
         began_s, count = time.monotonic(), max(min(self.max_alone // 2, 64), 1)
         likeliest = Sampling(max_tokens=min(4, self.max_alone - count), ignore_eos=True)
         for sampling in (likeliest, replace(likeliest, temperature=1.0, top_k=2, top_p=0.9)):
-            self.submit(Ask(tokens=[0] * count, sampling=sampling, use_cache=False))
+            self.submit(GenerateRequest(tokens=[0] * count, sampling=sampling, use_cache=False))
         while self.num_open:
             self.step()
         self.step()
@@ -270,9 +270,12 @@ class Engine:
         )
 
     def stream(self, prompt: str | Sequence[int], **more: Any) -> Iterator[Delta]:
-        """An answer piece by piece. `more` are fields of `Sampling` or `Ask`. Raises StepwellError when it cannot be finished."""
+        """Yields an answer as deltas. `more`: fields of `Sampling` or `GenerateRequest`.
+
+        Raises StepwellError if it cannot be finished.
+        """
         sampling = Sampling(**{name: more.pop(name) for name in Sampling.__dataclass_fields__.keys() & more.keys()})
-        number = self.submit(Ask(tokens=self.encode(prompt), sampling=sampling, **more))
+        number = self.submit(GenerateRequest(tokens=self.encode(prompt), sampling=sampling, **more))
         mine = self._streams[number] = deque[Delta]()
         try:
             while True:

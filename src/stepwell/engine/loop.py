@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Ask, Delta, Finish
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -97,11 +97,11 @@ class EngineLoop:
             run(refused=_STOPPED)
         return future
 
-    def submit(self, ask: Ask, on_delta: OnDelta) -> Future[int]:
+    def submit(self, request: GenerateRequest, on_delta: OnDelta) -> Future[int]:
         """Queues a request. `on_delta` is called on the engine's thread, quickly to return, until one has `finish`."""
 
         def work(engine: Engine) -> int:
-            number = engine.submit(ask)
+            number = engine.submit(request)
             self._listeners[number] = on_delta
             return number
 

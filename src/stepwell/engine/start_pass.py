@@ -7,7 +7,7 @@ several passes, so that what attention adds to later ones is known too. Each rou
 from __future__ import annotations
 
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Ask, Sampling
+from stepwell.engine.requests.request import GenerateRequest, Sampling
 
 LENGTHS = (64, 256, 1024)  # and a whole pass, and
 PASSES = 4  # of the longest prompt
@@ -34,7 +34,7 @@ def measure_speed(engine: Engine) -> None:
 def _compute(engine: Engine, tokens: int, end_s: float) -> None:
     """A prompt of different tokens, since experts and caches of the processor may find equal ones easier."""
     prompt = [(7919 * at + 13) % engine.vocab_size for at in range(tokens)]
-    number = engine.submit(Ask(tokens=prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), use_cache=False))
+    number = engine.submit(GenerateRequest(tokens=prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), use_cache=False))
     while engine.num_open:
         engine.step()
         if engine.clock.now() > end_s:

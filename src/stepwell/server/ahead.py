@@ -24,7 +24,7 @@ from stepwell.base.errors import StoreError
 from stepwell.base.meters import Clock, SystemClock
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.requests.request import Ask
+from stepwell.engine.requests.request import GenerateRequest
 from stepwell.server.handover import TTL_S, Offers, Params, call
 from stepwell.store_tier.hand_out import HandOut
 
@@ -62,28 +62,28 @@ class PartSender:
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, loop: EngineLoop, ask: Ask, params: Params | None) -> asyncio.Event | None:
+    def begin(self, loop: EngineLoop, request: GenerateRequest, params: Params | None) -> asyncio.Event | None:
         """Follows a request until the returned event is set. None if the decode server is not known."""
         address = self._target(params)
-        if address is None or len(ask.tokens) <= self._part_tokens or len(self._following) >= MOST_FOLLOWED:
+        if address is None or len(request.tokens) <= self._part_tokens or len(self._following) >= MOST_FOLLOWED:
             return None
         ended = asyncio.Event()
-        task = asyncio.create_task(self.follow(loop, ask, address, ended))
+        task = asyncio.create_task(self.follow(loop, request, address, ended))
         self._following.add(task)
         task.add_done_callback(self._following.discard)
         return ended
 
-    async def follow(self, loop: EngineLoop, ask: Ask, address: Address, ended: asyncio.Event) -> None:
+    async def follow(self, loop: EngineLoop, request: GenerateRequest, address: Address, ended: asyncio.Event) -> None:
         """Sends part after part. Raises nothing: the offer of the whole prompt follows."""
         sent = missed = 0
-        progress = PromptParts(ask, max(self._part_tokens, len(ask.tokens) // MOST_PARTS))
+        progress = PromptParts(request, max(self._part_tokens, len(request.tokens) // MOST_PARTS))
         try:
             while missed < MOST_MISSED and not ended.is_set() and self._clock.now() >= self._paused_until_s.get(address, 0.0):
                 out = await call(loop, progress.part)
                 if out is None:
                     await _wait(ended, self._look_s)
                     continue
-                if await self._send(loop, ask, address, out, since=sent):
+                if await self._send(loop, request, address, out, since=sent):
                     sent = out.tokens
                 else:
                     missed += 1  # the next part starts where this one did
@@ -99,15 +99,15 @@ class PartSender:
             return next(iter(self._threads)) if len(self._threads) == 1 else None
         return next((each for each in self._threads if named in (each, (each[0], str(each[1])))), None)
 
-    async def _send(self, loop: EngineLoop, ask: Ask, address: Address, out: HandOut, *, since: int) -> bool:
+    async def _send(self, loop: EngineLoop, request: GenerateRequest, address: Address, out: HandOut, *, since: int) -> bool:
         """Offers a part and has the decode server fetch it. True if it can now resume with it. Raises StoreError, OSError or
         HTTPException.
         """
         params = await self._offers.offer_part(loop, out, since_tokens=since)
         if params is None:
             return False  # no space for the offer, or its pin has expired
-        kept = {"salt": ask.salt, "tenant": ask.tenant, "priority": ask.priority, "ttl_s": ask.ttl_s}
-        body = {**params, **kept, "tokens": list(ask.tokens[: out.tokens + 1])}
+        kept = {"salt": request.salt, "tenant": request.tenant, "priority": request.priority, "ttl_s": request.ttl_s}
+        body = {**params, **kept, "tokens": list(request.tokens[: out.tokens + 1])}
         try:
             tokens = await asyncio.get_running_loop().run_in_executor(self._threads[address], self._post, address, body)
             return tokens >= out.tokens
@@ -139,19 +139,19 @@ class PromptParts:
     before the next one is looked up.
     """
 
-    def __init__(self, ask: Ask, part_tokens: int) -> None:
-        self._ask, self._part_tokens = ask, part_tokens
+    def __init__(self, request: GenerateRequest, part_tokens: int) -> None:
+        self._request, self._part_tokens = request, part_tokens
         self._handed_out = self._awaited = 0  # tokens
 
     def part(self, engine: Engine) -> HandOut | None:
         """Pins the next part once it can be resumed from the host; None until then. The engine's thread."""
-        ask, cache = self._ask, engine.cache
-        namespace = cache.namespace_for(salt=ask.salt, tenant=ask.tenant)
+        request, cache = self._request, engine.cache
+        namespace = cache.namespace_for(salt=request.salt, tenant=request.tenant)
         if self._awaited < self._handed_out + self._part_tokens:
-            self._awaited = cache.lookup(ask.tokens, namespace=namespace).restore_tokens
+            self._awaited = cache.lookup(request.tokens, namespace=namespace).restore_tokens
             if self._awaited < self._handed_out + self._part_tokens:
                 return None
-        out = cache.hand_out(ask.tokens[: self._awaited + 1], namespace=namespace, ttl_s=TTL_S)
+        out = cache.hand_out(request.tokens[: self._awaited + 1], namespace=namespace, ttl_s=TTL_S)
         if out is not None and out.tokens == self._awaited:
             self._handed_out = out.tokens
             return out

@@ -31,7 +31,7 @@ from stepwell.base.meters import Clock, SystemClock
 from stepwell.base.store_key import StoreKey
 from stepwell.engine.engine import Engine
 from stepwell.engine.loop import EngineLoop
-from stepwell.engine.requests.request import Ask
+from stepwell.engine.requests.request import GenerateRequest
 from stepwell.server.errors import ApiError
 from stepwell.store.memory import MemoryStore
 from stepwell.store.peer.lane import SharedHost, Shown, Wire
@@ -113,12 +113,12 @@ class Offers:
     def __len__(self) -> int:
         return len(self._offers)
 
-    async def offer(self, loop: EngineLoop, ask: Ask) -> dict[str, Any] | None:
+    async def offer(self, loop: EngineLoop, request: GenerateRequest) -> dict[str, Any] | None:
         """Offers the computed part of a prompt. Returns the fields for the router, or None if there is nothing to offer.
 
         A thread stamps the pages. If that takes longer than their pin lasts, nothing is offered.
         """
-        out = await self._held(loop, ask)
+        out = await self._held(loop, request)
         return None if out is None else await self._offer(loop, out, 0, self._make_space)
 
     async def offer_part(self, loop: EngineLoop, out: HandOut, *, since_tokens: int) -> dict[str, Any] | None:
@@ -171,14 +171,14 @@ class Offers:
     def is_peer(self, token: bytes) -> bool:
         return compare_digest(sha256(token).digest(), self._token)
 
-    async def _held(self, loop: EngineLoop, ask: Ask) -> HandOut | None:
+    async def _held(self, loop: EngineLoop, request: GenerateRequest) -> HandOut | None:
         """Pins a prompt once all of it is on the host. None if that takes too long, or nothing can be resumed."""
 
         def hold(engine: Engine) -> tuple[HandOut | None, bool]:
             cache = engine.cache
-            namespace = cache.namespace_for(salt=ask.salt, tenant=ask.tenant)
-            out = cache.hand_out(ask.tokens, namespace=namespace, ttl_s=self._ttl_s)
-            may_come = out is None and cache.copying > 0 and cache.lookup(ask.tokens, namespace=namespace).restore_tokens > 0
+            namespace = cache.namespace_for(salt=request.salt, tenant=request.tenant)
+            out = cache.hand_out(request.tokens, namespace=namespace, ttl_s=self._ttl_s)
+            may_come = out is None and cache.copying > 0 and cache.lookup(request.tokens, namespace=namespace).restore_tokens > 0
             return out, may_come
 
         until_s = self._clock.now() + SAVING_S

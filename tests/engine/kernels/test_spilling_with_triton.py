@@ -14,7 +14,7 @@ from parity.recorded import PAGE, Played, Recorded
 from parity.spilling import press, prompts, recorded, report, short, spilled
 from parity.test_spilled_rows import check_same
 from stepwell.base.ids import Kind
-from stepwell.engine import Ask, EngineConfig, Limits, Sampling, build_engine
+from stepwell.engine import EngineConfig, GenerateRequest, Limits, Sampling, build_engine
 from stepwell.engine.building import build
 from stepwell.engine.ops.kernels import Kernels
 from stepwell.engine.ops.on_triton.rows import write_rows
@@ -89,7 +89,7 @@ def test_triton_finds_and_fetches_the_same_keys_and_values(selector: str, hot_ro
 def test_triton_finds_and_fetches_the_same_rows_for_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses of the model's own layer: several query rows of a request in one launch."""
     made, limits = short(target("deepseek_v32", own_layer=True)), Limits(chunk_tokens=64, max_running=2)
-    ask = Ask(tokens=prompts((80,))[0], sampling=Sampling(max_tokens=8, logprobs=1))
+    ask = GenerateRequest(tokens=prompts((80,))[0], sampling=Sampling(max_tokens=8, logprobs=1))
     settings = DEFAULTS | {"draft": "mtp", "limits": limits, "device_memory": "1MiB", "host_memory": "600KiB"}
     answers, reports = [], []
     for kernels in (None, FAST):

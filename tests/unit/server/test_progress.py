@@ -10,12 +10,12 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Usage
 from stepwell.server.monitoring.progress import Progress, Totals
 from stepwell.tiers.lease import Sources
 
 SOURCES = Sources(device=32, host=16, computed=40)
-ASK = Ask(tokens=[0] * SOURCES.total, tenant="alice", arrived_s=1.0)
+ASK = GenerateRequest(tokens=[0] * SOURCES.total, tenant="alice", arrived_s=1.0)
 
 
 class Metrics:
@@ -52,7 +52,7 @@ class Play:
         self.metrics = Metrics()
         self.progress = Progress(cast(Any, SimpleNamespace(scheduler=self.scheduler)), cast(Any, self.metrics))
         self.request = SimpleNamespace(
-            ask=ASK, sources=SOURCES, arrived_s=1.0, began_s=3.0, first_token_s=None, position=48, runs=False
+            submitted=ASK, sources=SOURCES, arrived_s=1.0, began_s=3.0, first_token_s=None, position=48, runs=False
         )
 
     def begin(self) -> None:

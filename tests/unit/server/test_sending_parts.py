@@ -15,12 +15,12 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from stepwell.engine.requests.request import Ask
+from stepwell.engine.requests.request import GenerateRequest
 from stepwell.server import ahead
 from stepwell.server.ahead import MOST_FOLLOWED, MOST_PARTS, PartSender
 
 TOKEN = "a-token-of-some-length"
-ASK = Ask(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
+ASK = GenerateRequest(tokens=list(range(100)), salt="mine", tenant="acme", priority=3, ttl_s=60.0)
 ALL = object()  # it has every part
 
 
@@ -184,6 +184,6 @@ def test_parts_of_long_prompts_are_longer(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ahead, "PromptParts", lambda ask, part_tokens: sizes.append(part_tokens))
     made = PartSender(OfferedParts(), [("a", 1)], TOKEN, part_tokens=10)  # type: ignore[arg-type]
     for tokens in (100, 100 * MOST_PARTS):
-        asyncio.run(made.follow(Loop(), Ask(tokens=[1] * tokens), ("a", 1), ended))  # type: ignore[arg-type]
+        asyncio.run(made.follow(Loop(), GenerateRequest(tokens=[1] * tokens), ("a", 1), ended))  # type: ignore[arg-type]
     made.close()
     assert sizes == [10, 100]

@@ -106,7 +106,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerateRequest:
     """One request. Only those with the same `tenant` and `salt` share cached state.
 
     `hints` are token counts worth a checkpoint, such as the end of a system prompt.
@@ -191,7 +191,7 @@ class Request:
     """One request in the engine. Waits while it has no lease."""
 
     id: int
-    ask: Ask
+    submitted: GenerateRequest
     namespace: Namespace
     max_tokens: int
     stream: TextStream | None
@@ -226,21 +226,21 @@ class Request:
     @cached_property
     def needs_tokens(self) -> bool:
         """Whether how its next token is chosen depends on those before it."""
-        return self.ask.guide is not None or self.ask.sampling.needs_tokens
+        return self.submitted.guide is not None or self.submitted.sampling.needs_tokens
 
     @cached_property
     def edits(self) -> bool:
         """Whether its logits are ever changed before a token is chosen."""
-        return self.ask.guide is not None or self.ask.sampling.edits or self.ask.sampling.min_tokens > 0
+        return self.submitted.guide is not None or self.submitted.sampling.edits or self.submitted.sampling.min_tokens > 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether logprobs of its prompt must still be computed."""
-        return self.ask.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
+        return self.submitted.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_tokens - 1
 
     @cached_property
     def prompt_tokens(self) -> int:
-        return len(self.ask.tokens)
+        return len(self.submitted.tokens)
 
     @property
     def answer_tokens(self) -> int:

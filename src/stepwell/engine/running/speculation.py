@@ -99,8 +99,8 @@ class Speculation:
         lease = lease_of(request)
         if lease not in self._whole:
             missing = self._first_missing(lease)
-            self._whole[lease] = missing is None and request.ask.speculate
-            if missing is not None and request.ask.speculate:
+            self._whole[lease] = missing is None and request.submitted.speculate
+            if missing is not None and request.submitted.speculate:
                 self._cache.counters.add("draft_missing")
             if not self._whole[lease]:
                 self._cache.note_missing_state(lease, DRAFT, since=lease.resume if missing is None else missing)

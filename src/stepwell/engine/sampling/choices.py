@@ -26,7 +26,7 @@ _CHOSEN = -1  # in place of a token of the prompt
 
 def draw_of(request: Request, after: int = 0) -> Draw | None:
     """The draw of a request's token, `after` places after the next one; None for the likeliest token."""
-    sampling = request.ask.sampling
+    sampling = request.submitted.sampling
     if sampling.temperature == 0:
         return None
     number = number_for(request.seed, len(request.tokens) + after)
@@ -41,7 +41,7 @@ def choosing_for(chunks: Sequence[Chunk]) -> list[Choosing]:
 
 
 def _choosing(chunk: Chunk) -> Iterator[Choosing]:
-    request, sampling = chunk.request, chunk.request.ask.sampling
+    request, sampling = chunk.request, chunk.request.submitted.sampling
     yield from (Choosing(given=token, logprobs=sampling.prompt_logprobs) for token in chunk.prompt_targets)
     for after in range(1 + len(chunk.proposed)) if chunk.completes else ():
         edit = edit_of(request, chunk.proposed[:after])

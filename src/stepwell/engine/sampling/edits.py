@@ -27,9 +27,9 @@ def edit_of(request: Request, guesses: Sequence[int] = (), *, unread: int = 0) -
     assert not (unread and request.needs_tokens), f"{request} was computed ahead of a token that it needs"
     if not request.edits:
         return None
-    sampling = request.ask.sampling
+    sampling = request.submitted.sampling
     early = request.answer_tokens + len(guesses) + unread < sampling.min_tokens
-    if not (early or sampling.edits or request.ask.guide is not None):
+    if not (early or sampling.edits or request.submitted.guide is not None):
         return None
     used, penalties = _penalties(request, sampling, guesses)
     ends = np.array(sorted(request.ends_on), np.int32) if early else NO_IDS
@@ -58,10 +58,10 @@ def _penalties(request: Request, sampling: Sampling, guesses: Sequence[int]) -> 
 
 def _allowed(request: Request, guesses: Sequence[int], ends: Ids) -> Ids:
     """The tokens that a request's grammar allows, without `ends` unless these are all. Empty without a grammar."""
-    if request.ask.guide is None:
+    if request.submitted.guide is None:
         return NO_IDS
     if request.following is None:
-        request.following = request.ask.guide.follow()
+        request.following = request.submitted.guide.follow()
     try:
         words = request.following.allowed(request.tokens[request.prompt_tokens :], guesses)
     except OffGrammar as error:  # of this request alone: the others of its pass go on

@@ -148,8 +148,8 @@ class Answering:
         if request.first_token_s is None:
             request.first_token_s = self._clock.now()
         answered = request.answer_tokens
-        early = answered < request.ask.sampling.min_tokens
-        ends = token in request.ends_on and (not early or request.ask.guide is not None)  # which knows when it must end
+        early = answered < request.submitted.sampling.min_tokens
+        ends = token in request.ends_on and (not early or request.submitted.guide is not None)  # which knows when it must end
         text = "" if ends or request.stream is None else self._text(request, token)
         finish, reason = None, None
         if ends or request.stops.found:
@@ -178,12 +178,12 @@ class Answering:
         """What is certain of an answer's text now. Stop strings are not looked for before as many tokens as it has to have."""
         assert request.stream is not None
         text = request.stream.push(token)
-        return text if request.answer_tokens <= request.ask.sampling.min_tokens else request.stops.push(text)
+        return text if request.answer_tokens <= request.submitted.sampling.min_tokens else request.stops.push(text)
 
     @staticmethod
     def _stop_token(request: Request, token: int) -> int | None:
         """A token that the request named; None for those that end every answer."""
-        return token if token in request.ask.sampling.stop_token_ids else None
+        return token if token in request.submitted.sampling.stop_token_ids else None
 
 
 def _usage(request: Request, now_s: float) -> Usage:

@@ -114,5 +114,5 @@ class Passing:
 
 def _needs_host(chunk: Chunk) -> bool:
     """Whether the host reads more than a chunk's token, or has to know that token before the next one is chosen."""
-    sampling = chunk.request.ask.sampling
+    sampling = chunk.request.submitted.sampling
     return bool(chunk.prompt_targets) or (chunk.completes and (sampling.logprobs is not None or chunk.request.needs_tokens))

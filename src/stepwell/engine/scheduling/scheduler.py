@@ -89,11 +89,11 @@ class Scheduler:
         self._prefetch(request)
 
     def _prefetch(self, request: Request) -> None:
-        ask, match = request.ask, self._lookup(request)
+        submitted, match = request.submitted, self._lookup(request)
         if request.looked_up_s is None:
             request.looked_up_s = self._clock.now()
-        if ask.use_cache:
-            request.ticket = self._cache.prefetch(match, priority=ask.priority, ttl_s=ask.ttl_s)
+        if submitted.use_cache:
+            request.ticket = self._cache.prefetch(match, priority=submitted.priority, ttl_s=submitted.ttl_s)
 
     def _let_go(self, request: Request) -> None:
         if request.ticket is not None:
@@ -136,7 +136,7 @@ class Scheduler:
 
         def turn(request: Request) -> tuple[bool, float]:
             late = now - request.waits_since_s > self.limits.patience_s
-            return not late, request.arrived_s if late else -request.ask.priority
+            return not late, request.arrived_s if late else -request.submitted.priority
 
         def order(pair: tuple[Request, Match]) -> tuple[tuple[bool, float], float, int]:
             request, match = pair
@@ -147,13 +147,13 @@ class Scheduler:
         return sorted(((each, self._lookup(each)) for each in ready[:COMPARED]), key=order)
 
     def _begin(self, request: Request, match: Match) -> None:
-        ask, waited = request.ask, request.ticket
+        submitted, waited = request.submitted, request.ticket
         request.lease = self._cache.acquire(
             match,
             ticket=request.ticket,
-            hints=ask.hints,
-            priority=ask.priority,
-            ttl_s=ask.ttl_s,
+            hints=submitted.hints,
+            priority=submitted.priority,
+            ttl_s=submitted.ttl_s,
             publish=self._trusts_cache(request),
         )
         request.ticket = request.match = None
@@ -174,7 +174,7 @@ class Scheduler:
 
     @staticmethod
     def _trusts_cache(request: Request) -> bool:
-        return request.ask.use_cache and request.failures < MAX_FAILED_LEASES
+        return request.submitted.use_cache and request.failures < MAX_FAILED_LEASES
 
     def _awaits_another(self, request: Request, match: Match) -> bool:
         """Whether an active request is about to compute more of this prompt than is cached: then it is worth waiting for."""
@@ -329,7 +329,7 @@ class Scheduler:
             except NoRoom as error:
                 if error.waiting or self._cache.copying:
                     return False  # room is on its way: what copies read is free when they end
-                victim = min(self.active.values(), key=lambda each: (each.ask.priority, -each.arrived_s))
+                victim = min(self.active.values(), key=lambda each: (each.submitted.priority, -each.arrived_s))
                 if victim is request and len(self.active) == 1:
                     self._make_alone_fit(request)
                     return False

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from stepwell.base.errors import StepwellError
 from stepwell.engine.loop import OnDelta
-from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Usage
 from stepwell.engine.running.runner import RANK_LOST
 from stepwell.engine.sampling.edits import OFF_GRAMMAR
 from stepwell.engine.scheduling.scheduler import NO_ROOM
@@ -38,10 +38,11 @@ _ASKED_TOO_MUCH = {NO_ROOM: "context_length_exceeded", OFF_GRAMMAR: "invalid_gra
 
 
 class Answers:
-    """The answers to one HTTP request, one per ask. The event loop's thread."""
+    """The answers to one HTTP request, one per `GenerateRequest`. The event loop's thread."""
 
     def __init__(
-        self, served: Served, asks: Sequence[Ask], *, id: str, request: Request, on_begun: Callable[[], None] = lambda: None,
+        self, served: Served, requests: Sequence[GenerateRequest], *, id: str, request: Request,
+        on_begun: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`id` names the answers in responses and in the log. When the request times out, open answers are aborted and the client
         gets an error. `on_begun` is called when the first answer has begun, or none will; possibly several times.
@@ -51,7 +52,7 @@ class Answers:
         self._on_begun = on_begun
         self._origin = origin_of(request.scope)
         self._on_ended = None if served.traces is None else served.traces.listener(id, request.headers)
-        self._asks = asks
+        self._requests = requests
         self._submitted: list[Future[int]] = []
         self._deltas: asyncio.Queue[tuple[int, Delta]] = asyncio.Queue()
         self._usages: dict[int, Usage] = {}
@@ -61,23 +62,23 @@ class Answers:
         self._timer = None if left_s is None else asyncio.get_running_loop().call_later(left_s, self._expire)
 
     async def begin(self) -> None:
-        """Queues all asks. On failure raises ApiError and aborts those already queued."""
+        """Queues all requests. On failure raises ApiError and aborts those already queued."""
         try:
-            for index, ask in enumerate(self._asks):
-                self._submitted.append(self._served.loop.submit(ask, self._listener(index)))
+            for index, request in enumerate(self._requests):
+                self._submitted.append(self._served.loop.submit(request, self._listener(index)))
             for future in self._submitted:
                 await asyncio.wrap_future(future)
         except BaseException as error:
             self.close()
-            if self._late:  # the timeout also cancelled queued asks
+            if self._late:  # the timeout also cancelled queued requests
                 raise self._too_late() from None
             if isinstance(error, StepwellError):
                 raise api_error(error) from None
             raise
 
     async def deltas(self) -> AsyncIterator[tuple[int, Delta]]:
-        """Yields deltas with the index of their ask until all answers have ended. Raises ApiError if one fails."""
-        while len(self._usages) < len(self._asks):
+        """Yields deltas with the index of their request until all answers have ended. Raises ApiError if one fails."""
+        while len(self._usages) < len(self._requests):
             index, delta = await self._deltas.get()
             self._on_begun()
             error = self._error_of(delta)
@@ -149,18 +150,18 @@ class Answers:
             self._served.loop.abort(future.result())  # no effect on ended requests
 
     def _listener(self, index: int) -> OnDelta:
-        loop, progress, ask = asyncio.get_running_loop(), self._served.progress, self._asks[index]
-        choice = index if len(self._asks) > 1 else None
+        loop, progress, request = asyncio.get_running_loop(), self._served.progress, self._requests[index]
+        choice = index if len(self._requests) > 1 else None
 
         def listen(delta: Delta) -> None:
             try:
                 if self._late and delta.finish is Finish.ABORTED:
                     delta = replace(delta, finish=Finish.LATE)
-                progress.added(ask, delta)
+                progress.added(request, delta)
                 if delta.finish is not None:
-                    log_ended(self._id, choice, ask, delta, self._origin)
+                    log_ended(self._id, choice, request, delta, self._origin)
                     if self._on_ended is not None:  # off the engine's thread
-                        loop.call_soon_threadsafe(self._on_ended, choice, ask, delta)
+                        loop.call_soon_threadsafe(self._on_ended, choice, request, delta)
             finally:
                 loop.call_soon_threadsafe(self._deltas.put_nowait, (index, delta))
 

@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request, Response
 from stepwell.base.errors import ConfigError
 from stepwell.engine.loading.chat import ROLE_MARKERS
 from stepwell.engine.requests.guided import Guide
-from stepwell.engine.requests.request import MAX_STOPS, Ask
+from stepwell.engine.requests.request import MAX_STOPS, GenerateRequest
 from stepwell.server.access.admission import require_key
 from stepwell.server.access.tenants import Principal
 from stepwell.server.api.bodies import ChatBody
@@ -27,7 +27,7 @@ from stepwell.server.api.chat_form import chat_form, shows_special
 from stepwell.server.api.frames import behind_thoughts, forced_calls, is_framed
 from stepwell.server.api.grammars import ToolChoice, compiled, grammar_of, thoughts_of, tool_choice_of
 from stepwell.server.api.replies import answer
-from stepwell.server.api.requests import UnknownFields, asks_of, sampling_of
+from stepwell.server.api.requests import UnknownFields, requests_of, sampling_of
 from stepwell.server.errors import ApiError
 from stepwell.server.served import Served
 
@@ -48,13 +48,13 @@ def chat_router(served: Served) -> APIRouter:
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         """Answers a conversation, as OpenAI's API does."""
-        return await answer(request, served, ChatBody, unknown, chat_asks, chat_form)
+        return await answer(request, served, ChatBody, unknown, chat_requests, chat_form)
 
     return router
 
 
-def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[Ask]:
-    """The asks of a chat, one per choice. Slow. Raises ApiError."""
+def chat_requests(served: Served, body: ChatBody, principal: Principal, arrived_s: float) -> list[GenerateRequest]:
+    """The requests of a chat, one per choice. Slow. Raises ApiError."""
     max_tokens = body.max_completion_tokens or body.max_tokens
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
@@ -78,7 +78,7 @@ def chat_asks(served: Served, body: ChatBody, principal: Principal, arrived_s: f
     thoughts = None if guide is None else thoughts_of(served, tokens, within=_begun(served, body.messages, ending))
     if guide is not None and thoughts is not None:
         guide = guide.behind(thoughts)
-    return asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
+    return requests_of(body, principal, tokens, sampling, arrived_s=arrived_s, hints=hints, guide=guide)
 
 
 def _guide(served: Served, body: ChatBody, choice: ToolChoice, tenant: str | None) -> Guide | None:

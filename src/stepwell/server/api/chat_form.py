@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from stepwell.engine.requests.guided import Guide
-from stepwell.engine.requests.request import Ask, Delta, Finish
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest
 from stepwell.engine.requests.text import Text
 from stepwell.server.api.bodies import ChatBody
 from stepwell.server.api.frames import is_framed
@@ -46,16 +46,16 @@ def _is_special(text: Text, marker: str) -> bool:
     return marker not in text.decode(text.encode(marker, special=False))
 
 
-def chat_form(served: Served, body: ChatBody, asks: Sequence[Ask]) -> ChatForm:
+def chat_form(served: Served, body: ChatBody, requests: Sequence[GenerateRequest]) -> ChatForm:
     choice = tool_choice_of(body)
     return ChatForm(
         words(served.text, as_ids=body.return_tokens_as_token_ids),
-        _parser(served, body, choice, asks[0]),
-        _counter(served, body, choice, asks[0]),
+        _parser(served, body, choice, requests[0]),
+        _counter(served, body, choice, requests[0]),
         prompt_logprobs_wanted=body.prompt_logprobs is not None,
         several=body.parallel_tool_calls is not False,
         named=choice.how is Choosing.NAMED,
-        prompt=asks[0].tokens if body.return_token_ids else None,
+        prompt=requests[0].tokens if body.return_token_ids else None,
     )
 
 
@@ -65,10 +65,10 @@ def _formats(served: Served, body: ChatBody, choice: ToolChoice) -> tuple[str | 
     return served.tool_parser if is_free or in_form else None, served.reasoning_parser
 
 
-def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], Parser]:
+def _parser(served: Served, body: ChatBody, choice: ToolChoice, request: GenerateRequest) -> Callable[[], Parser]:
     """A factory of parsers. An answer that follows a grammar is not parsed, except for the reasoning before it."""
     tools, reasoning = _formats(served, body, choice)
-    guide = _grammar(served, body, choice, ask)
+    guide = _grammar(served, body, choice, request)
     if guide is not None:
         thoughts, text = guide.thoughts, served.text
         in_form = is_framed(served, body, choice)
@@ -79,24 +79,24 @@ def _parser(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Cal
         return lambda: ThoughtParser(thoughts, around, answer(), text)
     if served.text is None:
         return Plain
-    end = prompt_end(served.text, ask.tokens)
+    end = prompt_end(served.text, request.tokens)
     return lambda: parser_for(tools, reasoning, prompt_end=end, texts=choice.texts)
 
 
-def _grammar(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Guide | None:
+def _grammar(served: Served, body: ChatBody, choice: ToolChoice, request: GenerateRequest) -> Guide | None:
     """The grammar of an answer after its reasoning; None without a grammar, or if the grammar includes the reasoning."""
     has_thoughts = served.reasoning_parser == HARMONY and is_framed(served, body, choice)
-    return None if has_thoughts else ask.guide
+    return None if has_thoughts else request.guide
 
 
-def _counter(served: Served, body: ChatBody, choice: ToolChoice, ask: Ask) -> Callable[[], ThoughtCounter] | None:
+def _counter(served: Served, body: ChatBody, choice: ToolChoice, request: GenerateRequest) -> Callable[[], ThoughtCounter] | None:
     """A factory of counters of reasoning tokens; None without reasoning, or if the parser counts them."""
     text = served.text
-    if text is None or _grammar(served, body, choice, ask) is not None:
+    if text is None or _grammar(served, body, choice, request) is not None:
         return None
-    make = thoughts_for(*_formats(served, body, choice), prompt_end=prompt_end(text, ask.tokens))
-    special = ask.sampling.show_special
-    return None if make is None else lambda: ThoughtCounter(make(), text.stream(ask.tokens, special=special))
+    make = thoughts_for(*_formats(served, body, choice), prompt_end=prompt_end(text, request.tokens))
+    special = request.sampling.show_special
+    return None if make is None else lambda: ThoughtCounter(make(), text.stream(request.tokens, special=special))
 
 
 def _guided(choice: ToolChoice) -> Callable[[], Parser]:

@@ -12,14 +12,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from stepwell.engine.requests.request import Ask, Delta, TokenLogprob
+from stepwell.engine.requests.request import Delta, GenerateRequest, TokenLogprob
 from stepwell.server.access.admission import require_key
 from stepwell.server.access.tenants import Principal
 from stepwell.server.api.bodies import Body, CompletionBody, TokenIds
 from stepwell.server.api.chat import chat_prompt, ending_of
 from stepwell.server.api.grammars import guide_of
 from stepwell.server.api.replies import Word, answer, completion_logprobs, prompt_logprobs, words
-from stepwell.server.api.requests import DEFAULT_COMPLETION_TOKENS, UnknownFields, asks_of, read_body, sampling_of
+from stepwell.server.api.requests import DEFAULT_COMPLETION_TOKENS, UnknownFields, read_body, requests_of, sampling_of
 from stepwell.server.errors import ApiError
 from stepwell.server.served import MAX_CHOICES, Served
 
@@ -30,12 +30,12 @@ def completions_router(served: Served) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         """Completes a prompt, as OpenAI's API does."""
-        return await answer(request, served, CompletionBody, unknown, _asks, _form)
+        return await answer(request, served, CompletionBody, unknown, _requests, _form)
 
     return router
 
 
-def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s: float) -> list[Ask]:
+def _requests(served: Served, body: CompletionBody, principal: Principal, arrived_s: float) -> list[GenerateRequest]:
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
             400, "max_tokens must be at least 1; 0 is only for echo=true, which returns the prompt alone", param="max_tokens"
@@ -51,22 +51,27 @@ def _asks(served: Served, body: CompletionBody, principal: Principal, arrived_s:
     for tokens in prompts:
         served.must_fit(tokens, max_tokens=max_tokens, param="prompt")
     guide = guide_of(served, body, principal.name)
-    return [ask for tokens in prompts for ask in asks_of(body, principal, tokens, sampling, arrived_s=arrived_s, guide=guide)]
+    return [
+        request
+        for tokens in prompts
+        for request in requests_of(body, principal, tokens, sampling, arrived_s=arrived_s, guide=guide)
+    ]
 
 
-def _form(served: Served, body: CompletionBody, asks: Sequence[Ask]) -> CompletionForm:
+def _form(served: Served, body: CompletionBody, requests: Sequence[GenerateRequest]) -> CompletionForm:
     word = words(served.text, as_ids=body.return_tokens_as_token_ids)
-    prompts = [ask.tokens for ask in asks] if body.return_token_ids else None
+    prompts = [request.tokens for request in requests] if body.return_token_ids else None
     if not body.echo:
         return CompletionForm(word, prompt_logprobs_wanted=body.prompt_logprobs is not None, prompts=prompts)
     if served.text is None:
         raise ApiError(400, "echo needs a tokenizer, and this model has none: leave it out", param="echo")
     written = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     texts = [each for each in written if isinstance(each, str)] or [
-        served.decode(ask.tokens, param="prompt") for ask in asks[:: body.choices]
+        served.decode(request.tokens, param="prompt") for request in requests[:: body.choices]
     ]
     echoes = [
-        Echo(text=texts[at // body.choices], first=ask.tokens[0], alone=body.max_tokens == 0) for at, ask in enumerate(asks)
+        Echo(text=texts[at // body.choices], first=request.tokens[0], alone=body.max_tokens == 0)
+        for at, request in enumerate(requests)
     ]
     return CompletionForm(word, prompt_logprobs_wanted=body.prompt_logprobs is not None, echoes=echoes, prompts=prompts)
 

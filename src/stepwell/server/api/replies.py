@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from stepwell.engine.requests.request import Ask, Delta, TokenLogprob
+from stepwell.engine.requests.request import Delta, GenerateRequest, TokenLogprob
 from stepwell.engine.requests.text import Text
 from stepwell.server.access.admission import arrived_s, client_of, principal_of
 from stepwell.server.access.tenants import Principal
@@ -136,29 +136,33 @@ async def answer(
     served: Served,
     kind: type[B],
     unknown: UnknownFields,
-    asks_of: Callable[[Served, B, Principal, float], Sequence[Ask]],
-    form_of: Callable[[Served, B, Sequence[Ask]], Form],
+    requests_of: Callable[[Served, B, Principal, float], Sequence[GenerateRequest]],
+    form_of: Callable[[Served, B, Sequence[GenerateRequest]], Form],
 ) -> Response:
-    """Reads a body of a kind, makes asks from it and responds. `unknown` logs unknown fields. Raises ApiError."""
+    """Reads a body of a kind, makes `GenerateRequest`s from it and responds. `unknown` logs unknown fields. Raises ApiError."""
     body, size_bytes = await read_body(served, request, kind)
     model, principal = served.response_name(body.model), principal_of(request)
     refuse_unsupported(body, principal, unknown, client_of(request))
-    asks = await make_in_thread(served, body, size_bytes, principal, lambda: asks_of(served, body, principal, arrived_s(request)))
-    form = await served.run_in_thread(size_bytes, lambda: form_of(served, body, asks))
-    return await _reply(request, served, body, asks, form, model)
+    requests = await make_in_thread(
+        served, body, size_bytes, principal, lambda: requests_of(served, body, principal, arrived_s(request))
+    )
+    form = await served.run_in_thread(size_bytes, lambda: form_of(served, body, requests))
+    return await _reply(request, served, body, requests, form, model)
 
 
 async def make_in_thread(
-    served: Served, body: GenerationBody, size_bytes: int, principal: Principal, make: Callable[[], Sequence[Ask]]
-) -> Sequence[Ask]:  # fmt: skip
-    """Makes the asks of a body on a thread."""
+    served: Served, body: GenerationBody, size_bytes: int, principal: Principal, make: Callable[[], Sequence[GenerateRequest]]
+) -> Sequence[GenerateRequest]:  # fmt: skip
+    """Makes the requests of a body on a thread."""
     if body.compiles:
         return await served.compile_in_thread(size_bytes, principal.name, make)
     return await served.run_in_thread(size_bytes, make)
 
 
-async def _reply(request: Request, served: Served, body: GenerationBody, asks: Sequence[Ask], form: Form, model: str) -> Response:
-    """Queues the asks and responds as the body wants. Raises ApiError."""
+async def _reply(
+    request: Request, served: Served, body: GenerationBody, requests: Sequence[GenerateRequest], form: Form, model: str
+) -> Response:
+    """Queues the requests and responds as the body wants. Raises ApiError."""
     peers = served.peers
     taken = await peers.take(body.kv_transfer_params) if peers is not None else None
     id = f"{form.prefix}-{uuid.uuid4().hex}"
@@ -167,22 +171,22 @@ async def _reply(request: Request, served: Served, body: GenerationBody, asks: S
         if peers is not None:
             peers.done(taken)
 
-    answers = Answers(served, asks, id=id, request=request, on_begun=begun)
+    answers = Answers(served, requests, id=id, request=request, on_begun=begun)
     await answers.begin()
     envelope = {"id": id, "created": int(time.time()), "model": model}
     if body.stream:
         envelope["object"] = form.chunk_object
-        return EventStream(answers, _events(answers, body, asks, form, envelope))
+        return EventStream(answers, _events(answers, body, requests, form, envelope))
     envelope["object"] = form.whole_object
-    return await _whole(request, served, answers, body, asks, form, envelope)
+    return await _whole(request, served, answers, body, requests, form, envelope)
 
 
 async def _whole(
-    request: Request, served: Served, answers: Answers, body: GenerationBody, asks: Sequence[Ask], form: Form, envelope: dict[str,
-    Any]
+    request: Request, served: Served, answers: Answers, body: GenerationBody, requests: Sequence[GenerateRequest], form: Form,
+    envelope: dict[str, Any],
 ) -> Response:  # fmt: skip
-    ahead = served.ahead if _is_handed_over(body, asks) else None
-    computed = None if ahead is None else ahead.begin(served.loop, asks[0], body.kv_transfer_params)
+    ahead = served.ahead if _is_handed_over(body, requests) else None
+    computed = None if ahead is None else ahead.begin(served.loop, requests[0], body.kv_transfer_params)
     try:
         found = await collect(request, answers)
     finally:
@@ -190,7 +194,7 @@ async def _whole(
             computed.set()
     if found is None:
         return Response(status_code=CLIENT_CLOSED)
-    more = await _offered(served, body, asks)
+    more = await _offered(served, body, requests)
     return await asyncio.to_thread(_written, form, found, envelope, lambda: answers.usage(body.choices, form.usage()), more)
 
 
@@ -203,22 +207,22 @@ def _written(
     return Response(_json(content, long=_are_long(found.values())), media_type="application/json")
 
 
-async def _offered(served: Served, body: GenerationBody, asks: Sequence[Ask]) -> dict[str, Any]:
+async def _offered(served: Served, body: GenerationBody, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
     """The fields for the decode server, if the router asked for them and there is one prompt."""
-    if served.offers is None or not _is_handed_over(body, asks):
+    if served.offers is None or not _is_handed_over(body, requests):
         return {}
-    return {"kv_transfer_params": await served.offers.offer(served.loop, asks[0])}
+    return {"kv_transfer_params": await served.offers.offer(served.loop, requests[0])}
 
 
-def _is_handed_over(body: GenerationBody, asks: Sequence[Ask]) -> bool:
-    return wants_offer(body.kv_transfer_params) and len(asks) == 1 and asks[0].use_cache
+def _is_handed_over(body: GenerationBody, requests: Sequence[GenerateRequest]) -> bool:
+    return wants_offer(body.kv_transfer_params) and len(requests) == 1 and requests[0].use_cache
 
 
 async def _events(
-    answers: Answers, body: GenerationBody, asks: Sequence[Ask], form: Form, envelope: dict[str, Any]
+    answers: Answers, body: GenerationBody, requests: Sequence[GenerateRequest], form: Form, envelope: dict[str, Any]
 ) -> AsyncIterator[str]:  # fmt: skip
     usage: dict[str, Any] = {"usage": None} if body.wants_usage_chunk else {}  # every chunk then has the field
-    prompt, completion = sum(len(ask.tokens) for ask in asks[:: body.choices]), 0
+    prompt, completion = sum(len(request.tokens) for request in requests[:: body.choices]), 0
     begun: set[int] = set()  # choices with a first token
     try:
         async for index, delta in answers.deltas():

@@ -1,4 +1,4 @@
-"""From the bytes of a request to asks for the engine.
+"""From the bytes of an HTTP request to `GenerateRequest`s for the engine.
 
 Small bodies are parsed at once. The values of a large one are counted first, on a thread: the parser holds the interpreter lock,
 and with it all streams, for as long as it runs (13 s for 32 MB of short lists), so a body with more values than a request can use
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from stepwell.base.errors import ConfigError
 from stepwell.base.meters import Clock
 from stepwell.engine.requests.guided import Guide
-from stepwell.engine.requests.request import SEEDS, Ask, Sampling
+from stepwell.engine.requests.request import SEEDS, GenerateRequest, Sampling
 from stepwell.server.access.tenants import Principal
 from stepwell.server.api.bodies import GenerationBody
 from stepwell.server.errors import ApiError, of_problems
@@ -272,12 +272,12 @@ def sampling_of(
         raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from None
 
 
-def asks_of(
+def requests_of(
     body: GenerationBody, principal: Principal, tokens: list[int], sampling: Sampling, *, arrived_s: float,
     hints: tuple[int, ...] = (), guide: Guide | None = None,
-) -> list[Ask]:  # fmt: skip
-    """One ask per choice of a prompt. With a seed, each choice gets its own, so that choices differ and are reproducible."""
-    first = Ask(
+) -> list[GenerateRequest]:  # fmt: skip
+    """One request per choice of a prompt. With a seed, each choice gets its own, so that choices differ and are reproducible."""
+    first = GenerateRequest(
         tokens=tokens,
         sampling=sampling,
         salt=principal.salted(body.cache_salt),

@@ -24,7 +24,7 @@ from stepwell.engine.requests.request import Delta, Finish, Sampling
 from stepwell.server.access.admission import arrived_s, client_of, principal_of, require_key
 from stepwell.server.api.answers import Answers, EventStream, collect
 from stepwell.server.api.bodies import Body, ChatBody
-from stepwell.server.api.chat import chat_asks
+from stepwell.server.api.chat import chat_requests
 from stepwell.server.api.chat_form import ChatForm, chat_form
 from stepwell.server.api.replies import make_in_thread
 from stepwell.server.api.requests import UnknownFields, read_body, refuse_unsupported
@@ -102,12 +102,12 @@ def responses_router(served: Served) -> APIRouter:
         model, chat, principal = served.response_name(body.model), _chat(body), principal_of(request)
         with _response_field_names():
             refuse_unsupported(chat, principal, unknown, client_of(request))
-            asks = await make_in_thread(
-                served, chat, size_bytes, principal, lambda: chat_asks(served, chat, principal, arrived_s(request))
+            requests = await make_in_thread(
+                served, chat, size_bytes, principal, lambda: chat_requests(served, chat, principal, arrived_s(request))
             )
-            form = await served.run_in_thread(size_bytes, lambda: chat_form(served, chat, asks))
-        made = _Made(body, model, asks[0].sampling)
-        answers = Answers(served, asks, id=made.id, request=request)
+            form = await served.run_in_thread(size_bytes, lambda: chat_form(served, chat, requests))
+        made = _Made(body, model, requests[0].sampling)
+        answers = Answers(served, requests, id=made.id, request=request)
         await answers.begin()
         if body.stream:
             return EventStream(answers, _events(answers, form, made))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from stepwell.base.ids import Tier
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Ask, Delta, Finish
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest
 from stepwell.server.monitoring.metrics import SOURCES
 from stepwell.server.monitoring.progress import Totals
 
@@ -165,7 +165,7 @@ LOG_EVERY_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def log_ended(request: str, choice: int | None, ask: Ask, delta: Delta, origin: Mapping[str, str]) -> None:
+def log_ended(request: str, choice: int | None, ask: GenerateRequest, delta: Delta, origin: Mapping[str, str]) -> None:
     """Logs an answer with its last `delta`. `choice` numbers the answers of a request that has several; `origin` holds the fields
     of `origin_of`.
     """

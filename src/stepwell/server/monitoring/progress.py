@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stepwell.engine.engine import Engine
-from stepwell.engine.requests.request import Ask, Delta, Request
+from stepwell.engine.requests.request import Delta, GenerateRequest, Request
 from stepwell.server.monitoring.metrics import SOURCES, Metrics
 from stepwell.tiers.lease import Sources
 
@@ -66,9 +66,9 @@ class Progress:
         self._seen: dict[int, _Seen] = {}  # by number, of requests that have begun
         self._output: Counter[str | None] = Counter()  # tokens of this step, by tenant
 
-    def added(self, ask: Ask, delta: Delta) -> None:
-        seen = self._known(delta.request, ask.tenant)
-        self._output[ask.tenant] += len(delta.tokens)
+    def added(self, request: GenerateRequest, delta: Delta) -> None:
+        seen = self._known(delta.request, request.tenant)
+        self._output[request.tenant] += len(delta.tokens)
         if delta.tokens and not seen.answers:
             self._count_first_token(seen, delta.request)
         if delta.finish is not None:
@@ -79,7 +79,7 @@ class Progress:
         for number, request in self._scheduler.active.items():
             seen = self._seen.get(number)
             if seen is None or not seen.whole:
-                self._look(self._known(number, request.ask.tenant), request)
+                self._look(self._known(number, request.submitted.tenant), request)
         for tenant, count in self._output.items():
             self.totals.output += count
             self._metrics.generated(count, tenant)

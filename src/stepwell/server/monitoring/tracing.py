@@ -30,14 +30,14 @@ from opentelemetry.util.types import AttributeValue
 
 from stepwell import __version__
 from stepwell.base.meters import Clock
-from stepwell.engine.requests.request import Ask, Delta, Finish, Usage
+from stepwell.engine.requests.request import Delta, Finish, GenerateRequest, Usage
 
 CLOSE_S = 5.0  # longest wait for the last spans at shutdown
 _PATH = "/v1/traces"
 # These loggers would write a line for each failed attempt, or for each malformed header of a client.
 _LOUD = ("opentelemetry.exporter", "opentelemetry.sdk.trace.export", "opentelemetry.sdk._shared_internal", "opentelemetry.trace")
 
-Ended = Callable[["int | None", Ask, Delta], None]
+Ended = Callable[["int | None", GenerateRequest, Delta], None]
 
 log = logging.getLogger(__name__)
 _propagator = TraceContextTextMapPropagator()
@@ -64,14 +64,14 @@ class Traces:
         self._model, self._clock = model, clock
 
     def listener(self, request: str, headers: Mapping[str, str]) -> Ended:
-        """Returns a callback for an answer that ended: its choice (if there are several), its ask and its last delta. `request`
+        """Returns a callback for an answer that ended: its choice (if there are several), request and last delta. `request`
         is the id in responses and log. The parent is the client's span, if `traceparent` names one.
         """
         given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = _propagator.extract(given, Context())
         return lambda choice, ask, delta: self._ended(request, choice, ask, delta, parent)
 
-    def _ended(self, request: str, choice: int | None, ask: Ask, delta: Delta, parent: Context) -> None:
+    def _ended(self, request: str, choice: int | None, ask: GenerateRequest, delta: Delta, parent: Context) -> None:
         usage = delta.usage
         if usage is None:
             return  # the engine has died
@@ -95,7 +95,7 @@ class Traces:
         thread.join(CLOSE_S)
 
     def _attributes(
-        self, request: str, choice: int | None, ask: Ask, delta: Delta, usage: Usage
+        self, request: str, choice: int | None, ask: GenerateRequest, delta: Delta, usage: Usage
     ) -> dict[str, AttributeValue]:  # fmt: skip
         found: dict[str, AttributeValue] = {
             "gen_ai.request.model": self._model,

@@ -117,7 +117,9 @@ def _space(held: SpaceSize) -> dict[str, Any]:
 def _requests(engine: Engine, *, salted: bool) -> dict[str, Any]:
     """Running requests, then waiting ones. Without `salted`, requests with a salt are only counted."""
     scheduler, now_s = engine.scheduler, engine.clock.now()
-    rows = (each for each in chain(scheduler.active.values(), scheduler.waiting.values()) if salted or each.ask.salt is None)
+    rows = (
+        each for each in chain(scheduler.active.values(), scheduler.waiting.values()) if salted or each.submitted.salt is None
+    )
     return {
         "active": len(scheduler.active),
         "waiting": len(scheduler.waiting),
@@ -129,7 +131,7 @@ def _request(request: Running, now_s: float) -> dict[str, Any]:
     sources = request.sources
     return {
         "id": request.id,
-        "tenant": request.ask.tenant,
+        "tenant": request.submitted.tenant,
         "state": _state_of(request),
         "age_s": now_s - request.arrived_s,
         "prompt_tokens": request.prompt_tokens,
@@ -137,7 +139,7 @@ def _request(request: Running, now_s: float) -> dict[str, Any]:
         "cached_tokens": None if sources is None else sources.total - sources.computed,
         "answer_tokens": request.answer_tokens,
         "max_tokens": request.max_tokens,
-        "priority": request.ask.priority,
+        "priority": request.submitted.priority,
         "preemptions": request.preemptions,
     }
 

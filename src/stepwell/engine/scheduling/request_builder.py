@@ -11,13 +11,13 @@ from dataclasses import replace
 from stepwell.base.errors import BadTokens, ConfigError
 from stepwell.base.meters import Clock
 from stepwell.cache.facade import Cache
-from stepwell.engine.requests.request import Ask, Request
+from stepwell.engine.requests.request import GenerateRequest, Request
 from stepwell.engine.requests.text import StopFinder, Text
 from stepwell.engine.running.runner import Facts
 from stepwell.engine.scheduling.footprint import longest_request
 
 
-class Intake:
+class RequestBuilder:
     """For the engine's thread."""
 
     def __init__(
@@ -36,51 +36,51 @@ class Intake:
         self._last_id = 0
         self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
 
-    def request(self, ask: Ask) -> Request:
+    def build(self, submitted: GenerateRequest) -> Request:
         """A request with a number of its own. Raises ConfigError or BadTokens."""
-        sampling = ask.sampling
+        sampling = submitted.sampling
         if sampling.prompt_logprobs is not None:
-            ask = replace(ask, use_cache=False)  # what is cached would not be computed, and nothing could be told of it
-        most = self.most_tokens(ask)
-        room = most - len(ask.tokens)
+            submitted = replace(submitted, use_cache=False)  # cached tokens are not computed, and would have no logprobs
+        most = self.most_tokens(submitted)
+        room = most - len(submitted.tokens)
         if room < 1 or (sampling.max_tokens or 0) > room:
             raise ConfigError(
-                f"{len(ask.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
+                f"{len(submitted.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
                 f"that this server can hold; shorten the prompt or ask for less"
-                + (", or use the cache" if not ask.use_cache and most < self._max_context else "")
+                + (", or use the cache" if not submitted.use_cache and most < self._max_context else "")
             )
-        if len(ask.tokens) and not 0 <= min(ask.tokens) <= max(ask.tokens) < self._facts.vocab_size:
+        if len(submitted.tokens) and not 0 <= min(submitted.tokens) <= max(submitted.tokens) < self._facts.vocab_size:
             raise BadTokens(f"token ids must be from 0 to {self._facts.vocab_size - 1}")
         named = [*sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias)]
         if named and not 0 <= min(named) <= max(named) < self._facts.vocab_size:
             raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self._facts.vocab_size - 1}")
         if sampling.stop and self._text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
-        keeps_on = sampling.ignore_eos and ask.guide is None  # behind the end of a grammar nothing can come
+        keeps_on = sampling.ignore_eos and submitted.guide is None  # behind the end of a grammar nothing can come
         self._last_id += 1
-        arrived_s = ask.arrived_s if ask.arrived_s is not None else self._clock.now()
+        arrived_s = submitted.arrived_s if submitted.arrived_s is not None else self._clock.now()
         return Request(
             id=self._last_id,
-            ask=ask,
-            namespace=self._cache.namespace_for(salt=ask.salt, tenant=ask.tenant),
+            submitted=submitted,
+            namespace=self._cache.namespace_for(salt=submitted.salt, tenant=submitted.tenant),
             max_tokens=sampling.most_tokens(room),
-            stream=self._text.stream(ask.tokens, special=sampling.show_special) if self._text is not None else None,
+            stream=self._text.stream(submitted.tokens, special=sampling.show_special) if self._text is not None else None,
             stops=StopFinder(sampling.stop),
             ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             arrived_s=arrived_s,
             entered_s=self._clock.now(),
             waits_since_s=arrived_s,
-            tokens=list(ask.tokens),
+            tokens=list(submitted.tokens),
         )
 
-    def most_tokens(self, ask: Ask) -> int:
+    def most_tokens(self, submitted: GenerateRequest) -> int:
         """How many tokens a request may have in all: rows of answers that pick are not published, and stay on the device."""
         selector = self._facts.selector
-        if not ask.use_cache or selector is None or self._cache.spec.spill is None:
-            return self._max_context if ask.use_cache else self._max_alone
+        if not submitted.use_cache or selector is None or self._cache.spec.spill is None:
+            return self._max_context if submitted.use_cache else self._max_alone
         size = self._cache.spec.page_tokens
-        pages = max(len(ask.tokens), selector.count) // size
+        pages = max(len(submitted.tokens), selector.count) // size
         if pages not in self._longest:  # whole pages spill, so that there are few different answers
             longest = longest_request(self._cache, self._chunk_tokens, spills_upto=pages * size, most=self._max_context)
             self._longest[pages] = longest

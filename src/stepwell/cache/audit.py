@@ -36,11 +36,11 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
             assert not len(wrong), f"{tier.label} {kind.label}: pages {wrong} have {counted} references, {held} are held"
     for tier, arena in state.tree.arenas.items():
         for kind in arena.layout.strides:
-            expected = np.zeros_like(arena.kept[kind])
+            expected = np.zeros_like(arena.tree_refs[kind])
             for held_tier, held_kind, ids in _kept_by_tree(state):
                 if held_tier is tier and held_kind is kind:
                     np.add.at(expected, ids, 1)
-            assert (expected == arena.kept[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
+            assert (expected == arena.tree_refs[kind]).all(), f"{tier.label} {kind.label}: the tree's references do not add up"
     state.copies.audit()
     _audit_rows(state, leases)
     _audit_users(state, leases, pins, links)

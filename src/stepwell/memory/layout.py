@@ -1,9 +1,9 @@
-"""How a tier's bytes are cut: a stride for each kind of object, and slabs that one kind holds at a time.
+"""How a tier's bytes are divided: a stride for each kind of object, and slabs that belong to one kind at a time.
 
-    arena   |---- slab 0: prefix ----|---- slab 1: point ----|---- slab 2: nobody's ----|- tail -|
+    arena   |---- slab 0: prefix ----|---- slab 1: point ----|------ slab 2: idle ------|- tail -|
     slab 0  |page|page|page|page|page|.|        a page starts at a multiple of its own stride
 
-So page `i` of a kind is row `i` of an ordinary two-dimensional view of the whole arena. Arithmetic only.
+Page `i` of a kind is therefore row `i` of a two-dimensional view of the whole arena. Arithmetic only.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from stepwell.base.ids import Kind, Tier
 from stepwell.base.spec import ModelSpec
 from stepwell.base.units import at_least, format_bytes
 
-PAGE_ALIGNMENT_BYTES = 4096  # of every page: what direct I/O, pinned copies and registered memory ask for at most
-SLAB_BYTES = 64 * 2**20  # sizes are tried from here on, or in smaller arenas
-MOST_SLABS, LEAST_SLABS = 512, 16  # from what would make so many slabs,
-LEAST_PAGES = 8  # or from so many pages of the smallest kind, unless that would make too few
+PAGE_ALIGNMENT_BYTES = 4096  # of every page: the strictest that direct I/O, pinned copies and registered memory require
+# The smallest slab size to try: SLAB_BYTES, or in smaller arenas the larger of 1/MOST_SLABS of the arena and LEAST_PAGES pages of
+# the smallest kind, if that still makes LEAST_SLABS slabs.
+SLAB_BYTES = 64 * 2**20
+MOST_SLABS, LEAST_SLABS = 512, 16
+LEAST_PAGES = 8
 SIZES_TRIED = 64  # multiples of each stride
-MAIN_SHARE = 0.8  # of an arena, or about that, is of prefix pages, or of their rows: what those cannot use counts for most
+MAIN_SHARE = 0.8  # prefix pages, or their rows, take about this share of an arena, so memory they cannot use counts most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaLayout:
-    """Strides per kind, the size of a slab, and how many bytes there are; `tier` says whose pages these are."""
+    """Strides by kind, the size of a slab, and the number of bytes in `tier`."""
 
     size_bytes: int
     slab_bytes: int
@@ -40,15 +42,17 @@ class ArenaLayout:
 
     @property
     def prefix_stride(self) -> int:
-        """Bytes of a prefix page with all its rows, padding included."""
+        """Bytes of a prefix page with all its rows, including padding."""
         return self.strides[Kind.PREFIX] + self.strides.get(Kind.ROWS, 0)
 
     def rows(self, kind: Kind) -> int:
-        """Rows of the two-dimensional view of `kind`: one more than the largest id it could have."""
+        """Rows of the two-dimensional view of `kind`: one more than its largest possible id."""
         return self.size_bytes // self.strides[kind]
 
     def pages_of_slabs(self, kind: Kind) -> list[int]:
-        """How many pages of `kind` each slab can hold. They differ: a stride need not divide a slab, and the last is short."""
+        """The number of pages of `kind` that each slab can hold. It varies: strides need not divide slabs, and the last may
+        be short.
+        """
         return [len(self.pages_of_slab(slab, kind)) for slab in range(self.num_slabs)]
 
     def pages_of_slab(self, slab: int, kind: Kind) -> range:
@@ -59,7 +63,7 @@ class ArenaLayout:
 
 
 def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int, tier: Tier = Tier.HOST) -> ArenaLayout:
-    """Cuts a tier's budget for a model. Raises ConfigError when one object of each kind has more bytes than that."""
+    """Divides a tier's budget for a model. Raises ConfigError if the budget cannot hold one object of each kind."""
     payloads = {kind: payload_bytes(spec, tier, kind) for kind in Kind}
     strides = {kind: _stride(size, alignment) for kind, size in payloads.items() if kind is Kind.PREFIX or size}
     least = sum(strides.values())
@@ -72,24 +76,24 @@ def lay_out(spec: ModelSpec, *, budget_bytes: int, alignment: int, tier: Tier = 
 
 
 def payload_bytes(spec: ModelSpec, tier: Tier, kind: Kind) -> int:
-    """Bytes of an object in a tier, padding left out."""
+    """Bytes of an object in a tier, without padding."""
     return spec.device_bytes(kind) if tier is Tier.DEVICE else spec.object_bytes(kind)
 
 
 def _stride(size_bytes: int, alignment: int) -> int:
-    # A model without Prefix states still gets one unit per page: it is what the tree counts and frees.
+    # A model without Prefix states still gets one unit per page, because the tree counts and frees pages.
     return max(-(-size_bytes // alignment), 1) * alignment
 
 
 def slab_bytes_of(strides: Mapping[Kind, int], budget_bytes: int) -> int:
-    """The size of a slab that should leave least memory unused: at its ends, and in the one of each kind that is not full."""
+    """The slab size expected to waste the least memory, at the ends of slabs and in the partly filled slab of each kind."""
     if len(strides) == 1:
-        return budget_bytes  # nobody to trade with
+        return budget_bytes  # there is no other kind to exchange slabs with
     largest = max(strides.values())
     wanted = min(SLAB_BYTES, max(budget_bytes // MOST_SLABS, LEAST_PAGES * min(strides.values())), budget_bytes // LEAST_SLABS)
     least, most = max(wanted, largest), max(budget_bytes // len(strides), largest)
     sizes = [size for unit in (*strides.values(), lcm(*strides.values())) for size in _multiples(unit, least, most)]
-    # As long as two pages less what both are multiples of, so that one fits in wherever the slab begins.
+    # Two pages less the greatest common divisor, so that one page fits wherever the slab begins.
     fitting = [size for size in sizes if all(2 * stride - gcd(stride, size) <= size for stride in strides.values())]
     return min(fitting or sizes, key=lambda size: _unused_at_ends(strides, size) + len(strides) * size / budget_bytes)
 
@@ -101,12 +105,12 @@ def _multiples(unit: int, least: int, most: int) -> range:
 
 
 def _unused_at_ends(strides: Mapping[Kind, int], slab_bytes: int) -> float:
-    """The share of a slab that lies before its first page and behind its last one, over all slabs and kinds.
+    """The share of a slab before its first page and after its last one, averaged over slabs and kinds.
 
-    Pages start at multiples of their stride and slabs at multiples of theirs, so the first page lies anywhere up to a stride
-    into a slab, in steps of what both are multiples of.
+    Pages start at multiples of their stride and slabs at multiples of their size, so the first page starts up to one stride
+    into a slab, in steps of the greatest common divisor of both.
     """
     ends = {kind: (stride - gcd(stride, slab_bytes)) / slab_bytes for kind, stride in strides.items()}
-    main = Kind.ROWS if Kind.ROWS in ends else Kind.PREFIX  # rows that may spill are most of a page
+    main = Kind.ROWS if Kind.ROWS in ends else Kind.PREFIX  # if rows may spill, they are most of a page
     others = sum(ends.values()) - ends[main]
     return MAIN_SHARE * ends[main] + (1 - MAIN_SHARE) * others / (len(ends) - 1)

@@ -1,10 +1,11 @@
-"""Free page ids of an arena, kept by slab: a slab serves one kind until it empties, then anyone may have it.
+"""The free page ids of an arena, by slab. A slab serves one kind until all its pages are free, then any kind may use it.
 
-Low addresses are handed out first, so slabs at the high end drain and can change hands. Counts no
-references and knows no page states.
+Low addresses are allocated first, so slabs at the high end drain and can change to another kind. Counts no references and knows
+no page states.
 
-Running requests take many window pages at a time and give them back. As many idle slabs as they took at most are spared for
-them: prefix pages, which stay, would fill these in between, and the next request would have room only in place of checkpoints.
+Running requests allocate many window pages at a time and free them again. The largest number of idle slabs that they ever took
+stays reserved for them: otherwise prefix pages, which stay, would fill these slabs in between, and the next request would find
+memory only by evicting checkpoints.
 """
 
 from __future__ import annotations
@@ -20,44 +21,44 @@ from stepwell.base.ids import Kind
 from stepwell.base.tasks import NO_PAGES, PageIds
 from stepwell.memory.layout import ArenaLayout
 
-MOST_SPARED = 1 / 16  # of all slabs
-FEW_PAGES = 32  # mostly of one slab, which is found sooner without arrays
+MOST_RESERVED = 1 / 16  # of all slabs
+FEW_PAGES = 32  # up to this number, pages are mostly of one slab, which is found faster without arrays
 
 
 class SlabPool:
-    """Takes and gives page ids in batches, all or nothing."""
+    """Allocates and frees page ids in batches, all or nothing."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         self._layout = layout
         self._holders: list[Kind | None] = [None] * layout.num_slabs
         self._num_free = [0] * layout.num_slabs  # free pages of the kind that holds the slab
-        # Each slab's stack of free ids. It takes the places of the slab's own ids, from the first of them on.
-        #     slab 0        |7|3|4| | | | | |        three of its pages 0 .. 7 are free, and 4 is handed out next
+        # Each slab's stack of free ids, stored at the indices of the slab's own ids.
+        #     slab 0        |7|3|4| | | | | |        three of its pages 0 .. 7 are free, and 4 is allocated next
         self._stacks = {kind: np.empty(layout.rows(kind), np.int32) for kind in layout.strides}
         slabs = range(layout.num_slabs)
         self._first = {kind: [layout.pages_of_slab(slab, kind).start for slab in slabs] for kind in layout.strides}
-        # Slabs whose stack must be written before they are handed out; one that comes back whole still has it in order.
+        # Slabs whose stack must be written before use; a slab that empties without having been shuffled still has it in order.
         self._shuffled = {kind: set(slabs) for kind in layout.strides}
         self._sizes = {kind: layout.pages_of_slabs(kind) for kind in layout.strides}
         self._most = {kind: max(sizes, default=0) for kind, sizes in self._sizes.items()}  # pages of a slab
         self._largest_first = sorted(layout.strides, key=lambda kind: -layout.strides[kind])
-        # Slabs that nobody holds, in order; the tail of the arena may be too short to be of use to anyone.
+        # Slabs that belong to no kind, in order; the tail of the arena may be too short for a page of any kind.
         self._idle = [slab for slab, sizes in enumerate(zip(*self._sizes.values(), strict=True)) if any(sizes)]
         self._open: dict[Kind, list[int]] = {kind: [] for kind in layout.strides}  # heaps of slabs that may have free pages
-        self._listed: dict[Kind, set[int]] = {kind: set() for kind in layout.strides}  # what is in those heaps
+        self._listed: dict[Kind, set[int]] = {kind: set() for kind in layout.strides}  # the slabs in those heaps
         self._free = dict.fromkeys(layout.strides, 0)  # free pages in slabs that the kind holds
         self._used = dict.fromkeys(layout.strides, 0)
-        self._spared = 0  # idle slabs that prefix pages are not to take
+        self._reserved = 0  # idle slabs that prefix pages may not use
 
     def used(self, kind: Kind) -> int:
         return self._used[kind]
 
     def short(self, need: Mapping[Kind, int]) -> dict[Kind, int]:
-        """How many pages of which kinds are missing when idle slabs go where they are needed; empty when `need` fits."""
+        """The number of missing pages by kind, after idle slabs are assigned for `need`; empty if it fits."""
         return self._choose(need)[1]
 
-    def take(self, need: Mapping[Kind, int]) -> dict[Kind, PageIds] | None:
-        """Ids for every kind named, lowest addresses first; or None, with nothing changed."""
+    def alloc(self, need: Mapping[Kind, int]) -> dict[Kind, PageIds] | None:
+        """Ids of every kind in `need`, lowest addresses first; or None, with nothing changed."""
         chosen, short = self._choose(need)
         if short:
             return None
@@ -65,12 +66,12 @@ class SlabPool:
             self._assign(slab, kind)
         if need.get(Kind.WINDOW):
             slabs = -(-need[Kind.WINDOW] // self._most[Kind.WINDOW])
-            self._spared = max(self._spared, min(slabs, int(len(self._holders) * MOST_SPARED)))
+            self._reserved = max(self._reserved, min(slabs, int(len(self._holders) * MOST_RESERVED)))
         return {kind: self._pop(kind, count) for kind, count in need.items()}
 
-    def give(self, kind: Kind, ids: PageIds) -> None:
-        """Takes ids back. A slab whose last page comes back is nobody's."""
-        assert len(ids), "gave back no pages"
+    def free(self, kind: Kind, ids: PageIds) -> None:
+        """Frees pages. A slab whose pages are all free belongs to no kind."""
+        assert len(ids), "freed no pages"
         self._used[kind] -= len(ids)
         stride, slab_bytes = self._layout.strides[kind], self._layout.slab_bytes
         if len(ids) <= FEW_PAGES:
@@ -86,15 +87,15 @@ class SlabPool:
         for slab, start, end in zip(slabs[starts].tolist(), starts, [*cuts, len(ids)], strict=True):
             self._push(slab, kind, ids[start:end])
 
-    def spare_none(self) -> bool:
-        """Lets prefix pages have all idle slabs, until windows are taken again; false when they could already."""
-        spared, self._spared = self._spared, 0
-        return spared > 0
+    def unreserve(self) -> bool:
+        """Lets prefix pages use all idle slabs until windows are allocated again; false if they could already."""
+        reserved, self._reserved = self._reserved, 0
+        return reserved > 0
 
     # ---- inside -----------------------------------------------------------------------------------
 
     def _choose(self, need: Mapping[Kind, int]) -> tuple[dict[int, Kind], dict[Kind, int]]:
-        """Which idle slabs to hand to which kind for `need`, the largest pages first; and how many pages are missing still."""
+        """The idle slabs to assign for `need`, the kind with the largest pages first; and the number of pages still missing."""
         free = self._free
         short = {kind: count - free[kind] for kind, count in need.items() if count > free[kind]}
         chosen: dict[int, Kind] = {}
@@ -102,8 +103,8 @@ class SlabPool:
             return chosen, short
         for kind in [kind for kind in self._largest_first if kind in short]:
             sizes, missing = self._sizes[kind], short[kind]
-            to_leave = self._to_spare() if kind is Kind.PREFIX else 0
-            for slab in islice(self._idle, max(len(self._idle) - to_leave, 0)):
+            reserved = self._num_reserved() if kind is Kind.PREFIX else 0
+            for slab in islice(self._idle, max(len(self._idle) - reserved, 0)):
                 if missing <= 0:
                     break
                 if sizes[slab] and slab not in chosen:
@@ -112,9 +113,9 @@ class SlabPool:
             short[kind] = missing
         return chosen, {kind: missing for kind, missing in short.items() if missing > 0}
 
-    def _to_spare(self) -> int:
-        """Idle slabs to keep from prefix pages: less what window slabs have free."""
-        return max(self._spared - self._free[Kind.WINDOW] // self._most[Kind.WINDOW], 0) if self._spared else 0
+    def _num_reserved(self) -> int:
+        """The number of idle slabs that prefix pages may not use, less the free capacity of window slabs."""
+        return max(self._reserved - self._free[Kind.WINDOW] // self._most[Kind.WINDOW], 0) if self._reserved else 0
 
     def _assign(self, slab: int, kind: Kind) -> None:
         first, size = self._first[kind][slab], self._sizes[kind][slab]
@@ -140,7 +141,7 @@ class SlabPool:
             slab = listed[0]
             num_free = self._num_free[slab]
             if not num_free or self._holders[slab] is not kind:
-                self._listed[kind].discard(heappop(listed))  # it filled up or changed hands since it was listed
+                self._listed[kind].discard(heappop(listed))  # it filled up or changed its kind since it was listed
                 continue
             taken = min(count, num_free)
             top = first[slab] + num_free
@@ -152,7 +153,7 @@ class SlabPool:
     def _push(self, slab: int, kind: Kind, ids: PageIds) -> None:
         assert self._holders[slab] is kind, f"slab {slab} does not belong to {kind.label}"
         count, before, size = len(ids), self._num_free[slab], self._sizes[kind][slab]
-        assert before + count <= size, f"slab {slab} got {count} pages back, and has {before} of {size}"
+        assert before + count <= size, f"freed {count} pages of slab {slab}, which already had {before} of {size} free"
         if before + count == size:
             self._holders[slab], self._num_free[slab] = None, 0
             insort(self._idle, slab)

@@ -178,5 +178,5 @@ class CopyJobs(Jobs[Plan, Completion]):
         row_pages = self._tree.row_pages
         if row_pages is not None and row_pages.num_backed and (span.tier, span.kind) == (Tier.HOST, Kind.PREFIX):
             backed = row_pages.backed_by(span.ids)
-            row_pages.distrust(backed)
+            row_pages.quarantine(backed)
             discard_ids(self._tree, Tier.DEVICE, backed, loss)

@@ -91,7 +91,7 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
         if victim is None:
             # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
-            if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
+            if not waiting and (arena.unreserve() or (spill is not None and spill(need))):
                 continue
             if not waiting and ((tier is Tier.HOST and _drop_idle_backed(state)) or _cut_off(state, tier)):
                 continue

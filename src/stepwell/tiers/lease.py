@@ -232,7 +232,7 @@ class Leases:
             state.tree.unpin(lease.restored)
             lease.restored = None
         if state.row_pages is not None:
-            state.row_pages.take_back(lease.hot_numbers)
+            state.row_pages.unassign_hot(lease.hot_numbers)
         pages = (
             (Kind.PREFIX, lease.prefix_pages), (Kind.WINDOW, lease.window_pages), (Kind.POINT, lease.point_pages),
             (Kind.POINT, lease.spare_points), (Kind.ROWS, lease.hot_pages),

@@ -20,7 +20,7 @@ from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
 from stepwell.tiers.lifetime import note_expiry
 from stepwell.tiers.saving import save_committed
-from stepwell.tiers.spill import hot_missing, lend
+from stepwell.tiers.spill import assign_hot, hot_missing
 from stepwell.tiers.state import CacheState
 from stepwell.tree import missing_state
 from stepwell.tree.checkpoints import add_residency, drop_residency
@@ -54,7 +54,7 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
         fresh, end = pages.get(Kind.ROWS, NO_PAGES), -(-upto // spec.page_tokens)
         if rows:
             state.row_pages.bind(lease.prefix_pages[end - rows : end], fresh[:rows], range(end - rows, end))
-        lend(state, lease, fresh[rows:])
+        assign_hot(state, lease, fresh[rows:])
 
 
 def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
@@ -118,7 +118,7 @@ def commit(
     spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
-    if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
+    if state.row_pages is not None and state.row_pages.has_quarantined(lease.prefix_pages):
         lease.publishes = False  # a load of their rows failed: they would come back into the tree with it
     checkpoint = checkpoint and lease.publishes
     copied = point_copy is not None

@@ -13,7 +13,7 @@ from stepwell.base.tasks import Copy, PageIds, Span
 from stepwell.memory.arena import Need
 from stepwell.tiers.eviction import allocate
 from stepwell.tiers.lease import Lease
-from stepwell.tiers.spill import hot_pages_of, lend
+from stepwell.tiers.spill import assign_hot, hot_pages_of
 from stepwell.tiers.state import CacheState
 
 
@@ -54,10 +54,10 @@ def place_loaded(
     if index_only:
         state.arena(Tier.HOST).retain(Kind.PREFIX, below)
         state.row_pages.back(loaded, below, at)
-        lend(state, lease, rows)
+        assign_hot(state, lease, rows)
         state.counters.add("loaded_index_only_pages", len(loaded))
         return []
-    lend(state, lease, rows[len(loaded) :])
+    assign_hot(state, lease, rows[len(loaded) :])
     return bind_loaded(state, loaded, rows[: len(loaded)], below, at)
 
 

@@ -45,13 +45,13 @@ def hot_missing(state: CacheState, lease: Lease) -> int:
     return min(room, max(away - len(lease.hot_pages), 0))
 
 
-def lend(state: CacheState, lease: Lease, rows: PageIds) -> None:
+def assign_hot(state: CacheState, lease: Lease, rows: PageIds) -> None:
     """Makes ROWS pages hot ones of a lease. Takes over the caller's reference to each; what it has too many is given back."""
     row_pages = state.row_pages
     assert row_pages is not None
     wanted = _hot_room(state, lease)
     state.tree.release(Tier.DEVICE, Kind.ROWS, rows[wanted:])
-    numbers = row_pages.lend(rows[:wanted])
+    numbers = row_pages.assign_hot(rows[:wanted])
     lease.hot_pages = np.concatenate([lease.hot_pages, rows[:wanted]])
     lease.hot_numbers = np.concatenate([lease.hot_numbers, numbers])
 
@@ -121,7 +121,7 @@ def _shed(state: CacheState, each: _Sheddable, count: int, *, shared: bool) -> b
     state.arena(Tier.HOST).retain(Kind.PREFIX, below)
     row_pages.shed(ids, below)
     state.tree.accounts.shed_rows(state.tree.accounts.of(lease.namespace.tenant), len(ids))
-    lend(state, lease, rows)
+    assign_hot(state, lease, rows)
     state.tree.version += 1
     state.counters.add("spilled_pages", len(ids))
     return True

@@ -199,7 +199,7 @@ class CacheState:
 
     def give_back_host(self) -> None:
         """Gives back host pages that had the rows of device pages which are gone. Never while the tree is being changed."""
-        left = self.row_pages.forsaken_host() if self.row_pages is not None else NO_PAGES
+        left = self.row_pages.unreferenced_host_pages() if self.row_pages is not None else NO_PAGES
         while len(left):  # a page is named as often as it was held
             once, at = np.unique(left, return_index=True)
             self.tree.release(Tier.HOST, Kind.PREFIX, once)

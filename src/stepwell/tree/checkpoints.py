@@ -39,9 +39,9 @@ def add_residency(
         checkpoint, tier, windows=windows, points=points, ready=ready, strides=arena.layout.strides
     )
     if len(windows):
-        arena.keep(Kind.WINDOW, windows)
+        arena.retain_for_tree(Kind.WINDOW, windows)
     if len(points):
-        arena.hand_over(Kind.POINT, points)
+        arena.transfer_to_tree(Kind.POINT, points)
     tree.accounts.charge(node.account, tier, _bytes_kept(tree, residency, times=1))
     tree.lost_checkpoints.remove(node, page)
     tree.version += 1
@@ -160,7 +160,7 @@ def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
     """Bytes of a residency's pages that the tree keeps so many times: neighbours may share window pages."""
     arena, size = tree.arenas[residency.tier], 0
     for kind, ids in residency.spans():
-        size += int(np.count_nonzero(arena.kept[kind][ids] == times)) * arena.layout.strides[kind]
+        size += int(np.count_nonzero(arena.tree_refs[kind][ids] == times)) * arena.layout.strides[kind]
     return size
 
 
@@ -168,7 +168,7 @@ def let_go(tree: Tree, node: Node, residency: Residency) -> None:
     """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
     arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():
-        all_freed = len(arena.drop(kind, ids)) == len(ids) and all_freed
+        all_freed = len(arena.release_for_tree(kind, ids)) == len(ids) and all_freed
     size = residency.size_bytes if all_freed else _bytes_kept(tree, residency, times=0)
     tree.accounts.charge(node.account, residency.tier, -size)
     tree.ranking.unqueue(residency, node.account)

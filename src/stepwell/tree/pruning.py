@@ -46,7 +46,7 @@ def discard(tree: Tree, run: Run, gone: npt.NDArray[np.bool_], loss: Loss) -> No
         missing = gone & (other.ids == ABSENT) if other is not None else gone
         if missing.any():
             truncate(tree, node, int(missing.argmax()), loss)
-    tree.arenas[tier].drop(Kind.PREFIX, ids)
+    tree.arenas[tier].release_for_tree(Kind.PREFIX, ids)
 
 
 def discard_tail(tree: Tree, run: Run, start: int, loss: Loss) -> None:
@@ -131,7 +131,7 @@ def _trim(tree: Tree, node: Node, at: int) -> None:
         tree.accounts.remove_pages(node.account, tier, gone)
         if not run.num_pages:
             tree.ranking.unqueue(run, node.account)
-        tree.arenas[tier].drop(Kind.PREFIX, gone)
+        tree.arenas[tier].release_for_tree(Kind.PREFIX, gone)
     _shorten(tree, node, at)
 
 

@@ -289,7 +289,7 @@ class Tree:
         """Takes the tree's reference to pages that are new to it; says which of them can be read."""
         self.version += 1
         arena = self.arenas[tier]
-        arena.keep(Kind.PREFIX, ids)
+        arena.retain_for_tree(Kind.PREFIX, ids)
         self.accounts.add_pages(account, tier, ids)
         return np.asarray(arena.state[Kind.PREFIX][ids.astype(np.intp)] == READY)
 

@@ -29,7 +29,7 @@ def test_alloc_hands_out_filling_pages_with_one_reference() -> None:
 def test_alloc_is_all_or_nothing() -> None:
     arena = Arena(Tier.HOST, SMALL)
     arena.alloc({Kind.POINT: 18})  # nine of ten slabs
-    with pytest.raises(NoRoom, match="host tier has no room for 5 prefix, 4 point"):
+    with pytest.raises(NoRoom, match="host tier has no memory for 5 prefix, 4 point"):
         arena.alloc({Kind.PREFIX: 5, Kind.POINT: 4})
     assert arena.used_pages(Kind.PREFIX) == 0 and arena.used_pages(Kind.POINT) == 18
     arena.audit()
@@ -155,14 +155,14 @@ def test_pages_that_only_the_tree_keeps_do_not_count_as_busy() -> None:
     arena = Arena(Tier.DEVICE, SMALL)
     ids = arena.alloc({Kind.PREFIX: 4})[Kind.PREFIX]
     assert arena.busy_bytes == 40
-    arena.keep(Kind.PREFIX, ids)
+    arena.retain_for_tree(Kind.PREFIX, ids)
     arena.release(Kind.PREFIX, ids[:3])
     assert arena.busy_bytes == 10 and arena.used_bytes == 40
     assert arena.could_fit({Kind.PREFIX: 99}) and not arena.could_fit({Kind.PREFIX: 100})
     arena.retain(Kind.PREFIX, ids[:1])
     assert arena.busy_bytes == 20
     arena.audit()
-    assert arena.drop(Kind.PREFIX, ids).tolist() == ids[1:3].tolist()
+    assert arena.release_for_tree(Kind.PREFIX, ids).tolist() == ids[1:3].tolist()
     assert arena.busy_bytes == arena.used_bytes == 20
     arena.audit()
 
@@ -209,12 +209,12 @@ def test_prefix_pages_leave_the_slabs_that_windows_of_running_requests_took() ->
     arena.release(Kind.WINDOW, arena.alloc({Kind.WINDOW: 8})[Kind.WINDOW])  # two slabs of 32
     arena.alloc({Kind.PREFIX: 300})
     assert arena.shortage({Kind.PREFIX: 1}) == {Kind.PREFIX: 1} and arena.fits({Kind.WINDOW: 10})
-    assert arena.spare_none() and not arena.spare_none()
+    assert arena.unreserve() and not arena.unreserve()
     assert arena.fits({Kind.PREFIX: 20}), "what nothing else can make room for may have them"
     arena.audit()
 
 
-def test_no_more_than_a_sixteenth_is_spared() -> None:
+def test_no_more_than_a_sixteenth_is_reserved() -> None:
     arena = Arena(Tier.DEVICE, ArenaLayout(size_bytes=3200, slab_bytes=100, strides={Kind.PREFIX: 10, Kind.WINDOW: 20}))
     arena.release(Kind.WINDOW, arena.alloc({Kind.WINDOW: 80})[Kind.WINDOW])
     assert arena.fits({Kind.PREFIX: 300}) and not arena.fits({Kind.PREFIX: 301})

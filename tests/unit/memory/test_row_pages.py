@@ -70,11 +70,11 @@ def test_shed_rows_are_free_and_the_host_page_is_let_go_with_the_page() -> None:
     pages.shed(prefix, ids(70, 71))
     assert arena.used_pages(Kind.ROWS) == 0 and pages.backed(prefix).all() and pages.num_backed == 2
     assert pages.backed_by(ids(71, 72)).tolist() == [prefix[1]]
-    assert pages.holders()[1].tolist() == [70, 71] and not len(pages.forsaken_host())
+    assert pages.holders()[1].tolist() == [70, 71] and not len(pages.unreferenced_host_pages())
     pages.audit()
     arena.release(Kind.PREFIX, prefix[:1])
     assert pages.num_backed == 1 and sorted(pages.holders()[1].tolist()) == [70, 71], "not given back inside release"
-    assert pages.forsaken_host().tolist() == [70] and not len(pages.forsaken_host())
+    assert pages.unreferenced_host_pages().tolist() == [70] and not len(pages.unreferenced_host_pages())
     assert pages.holders()[1].tolist() == [71]
     pages.audit()
 
@@ -95,7 +95,7 @@ def test_a_page_is_placed_once() -> None:
     prefix, _ = bound(arena, 1)
     with pytest.raises(AssertionError, match="have rows already"):
         pages.back(prefix, ids(3), [0])
-    with pytest.raises(AssertionError, match="no rows to give up"):
+    with pytest.raises(AssertionError, match="no rows to free"):
         pages.shed(arena.alloc({Kind.PREFIX: 1})[Kind.PREFIX], ids(3))
 
 
@@ -134,17 +134,17 @@ def test_a_recycled_page_is_new_again() -> None:
 def test_hot_pages_get_the_lowest_numbers_and_are_told_of_with_the_last_that_holds() -> None:
     arena, pages = made()
     rows = arena.alloc({Kind.ROWS: 4})[Kind.ROWS]
-    numbers = pages.lend(rows[:3])
+    numbers = pages.assign_hot(rows[:3])
     assert numbers.tolist() == [0, 1, 2]
     changes = pages.drain()
     assert changes.numbers.tolist() == [0, 1, 2] and changes.hot_pages.tolist() == rows[:3].tolist()
-    pages.take_back(numbers[:2])
-    assert pages.lend(rows[3:]).tolist() == [0]
+    pages.unassign_hot(numbers[:2])
+    assert pages.assign_hot(rows[3:]).tolist() == [0]
     changes = pages.drain()
     assert changes.numbers.tolist() == [0, 1] and changes.hot_pages.tolist() == [rows[3], ABSENT]
     pages.audit()
     with pytest.raises(AssertionError, match="belong to prefix pages"):
-        pages.lend(bound(arena, 1)[1])
+        pages.assign_hot(bound(arena, 1)[1])
 
 
 class Shadow:
@@ -189,7 +189,7 @@ class Shadow:
 def change_use(arena: Arena, page: int, use: str) -> str:
     """A page goes to the tree, or is used again."""
     if use == "own":
-        arena.hand_over(Kind.PREFIX, ids(page))
+        arena.transfer_to_tree(Kind.PREFIX, ids(page))
     elif use == "both":
         arena.release(Kind.PREFIX, ids(page))
     else:
@@ -199,7 +199,7 @@ def change_use(arena: Arena, page: int, use: str) -> str:
 
 def let_go(arena: Arena, page: int, use: str) -> None:
     if use != "own":
-        arena.drop(Kind.PREFIX, ids(page))
+        arena.release_for_tree(Kind.PREFIX, ids(page))
     if use != "tree":
         arena.release(Kind.PREFIX, ids(page))
 
@@ -212,7 +212,7 @@ def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
     for _ in range(200):
         live = [*shadow.rows, *shadow.host]
         some = ids(*rng.sample(live, min(len(live), rng.randint(1, 5))))
-        verb = rng.choice(("bind", "bind", "back", "shed", "free", "lend", "take_back", "drain", "use", "use"))
+        verb = rng.choice(("bind", "bind", "back", "shed", "free", "assign_hot", "unassign_hot", "drain", "use", "use"))
         count = rng.randint(1, 4)
         if verb == "bind" and arena.fits({Kind.PREFIX: count, Kind.ROWS: count}):
             first = rng.randrange(50)
@@ -242,13 +242,13 @@ def test_a_random_life_agrees_with_dictionaries(seed: int) -> None:
             for page in some.tolist():
                 let_go(arena, page, shadow.use.get(page, "own"))
             gone = [host for page in some.tolist() if (host := shadow.free(page)) is not None]
-            assert sorted(pages.forsaken_host().tolist()) == sorted(gone)
-        elif verb == "lend" and arena.fits({Kind.ROWS: count}):
+            assert sorted(pages.unreferenced_host_pages().tolist()) == sorted(gone)
+        elif verb == "assign_hot" and arena.fits({Kind.ROWS: count}):
             rows = arena.alloc({Kind.ROWS: count})[Kind.ROWS]
-            shadow.hot |= dict(zip(pages.lend(rows).tolist(), rows.tolist(), strict=True))
-        elif verb == "take_back" and shadow.hot:
+            shadow.hot |= dict(zip(pages.assign_hot(rows).tolist(), rows.tolist(), strict=True))
+        elif verb == "unassign_hot" and shadow.hot:
             number = rng.choice(list(shadow.hot))
-            pages.take_back(ids(number))
+            pages.unassign_hot(ids(number))
             arena.release(Kind.ROWS, ids(shadow.hot.pop(number)))
         elif verb == "drain":
             shadow.tell(pages.drain())

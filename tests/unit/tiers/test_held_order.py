@@ -71,7 +71,7 @@ class Played:
     def everything(self) -> dict[str, Any]:
         state = self.rig.state
         arrays = [
-            (tier, kind, *(each[kind].tolist() for each in (arena.refs, arena.kept, arena.state)))
+            (tier, kind, *(each[kind].tolist() for each in (arena.refs, arena.tree_refs, arena.state)))
             for tier, arena in state.tree.arenas.items()
             for kind in arena.layout.strides
         ]

@@ -9,8 +9,10 @@ Python, names are not, but comments, docstrings and texts are. `tests/unit/test_
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -68,7 +70,8 @@ def complaints(path: Path) -> Iterator[str]:
     """One line for each word that is found."""
     text = path.read_text()
     name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
-    for number, line in enumerate(prose(text.splitlines(), is_document=path.suffix == ".md"), 1):
+    lines = text.splitlines() if path.suffix == ".md" else without_names(text)
+    for number, line in enumerate(prose(lines, is_document=path.suffix == ".md"), 1):
         for word, instead in words_in(line):
             yield f"{name}:{number}: {word!r}: write {instead}"
 
@@ -81,8 +84,18 @@ def words_in(line: str) -> Iterator[tuple[str, str]]:
         yield "Of ...", "the subject first"
 
 
+def without_names(source: str) -> list[str]:
+    """The lines of a Python file, with underscores for its names and keywords."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            (at, begin), (_, end) = token.start, token.end
+            lines[at - 1] = lines[at - 1][:begin] + "_" * (end - begin) + lines[at - 1][end:]
+    return lines
+
+
 def prose(lines: Iterable[str], *, is_document: bool) -> Iterator[str]:
-    """Lines without code: of a document all that is not in backticks or fences, of Python all without names."""
+    """Lines without what stands in backticks, and a document without what stands in fences."""
     fenced = False
     for line in lines:
         if is_document and line.lstrip().startswith("```"):

@@ -46,3 +46,9 @@ def test_code_in_a_document_is_not_prose(tool: dict[str, Any], tmp_path: Path) -
     page = tmp_path / "page.md"
     page.write_text("`beside` is a name\n```\nnobody\n```\nnobody\n")
     assert list(tool["complaints"](page)) == ["page.md:5: 'nobody': write the request, the engine, the caller"]
+
+
+def test_names_of_python_are_not_prose(tool: dict[str, Any], tmp_path: Path) -> None:
+    page = tmp_path / "page.py"
+    page.write_text('beside = file.tell()  # told\n\n\ndef lend(room: int) -> str:\n    """Owes it."""\n    return "a room"\n')
+    assert [line.split(":")[1:3] for line in tool["complaints"](page)] == [["1", " 'told'"], ["5", " 'Owes'"], ["6", " 'room'"]]

@@ -1,4 +1,4 @@
-"""A process with a whole cache over a store, that serves prompts as it is told. Run by `processes.Peer`.
+"""A process with a whole cache over a store, that serves prompts on request. Run by `processes.Peer`.
 
 Its arguments: the options of the store, how long it waits for it (one of the values of `PrefetchPolicy`), and its name.
 

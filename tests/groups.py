@@ -41,7 +41,7 @@ def started(*arguments: str, ignoring: bool = False) -> Iterator[subprocess.Pope
 
 
 def tell(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Everybody in its group, if there is somebody."""
+    """Sends a signal to every process of its group, if any is left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
@@ -65,5 +65,5 @@ def wait_until_gone(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_members(process: subprocess.Popen[bytes], least: int) -> None:
-    """Until so many are there, or the program has ended."""
+    """Until the group has `least` members, or the program has ended."""
     wait_until(lambda: len(members(process)) >= least or process.poll() is not None, f"{least} processes have been started")

@@ -48,7 +48,7 @@ class Peer(Process):
         return self.hear()
 
     def tell(self, do: str, **order: Any) -> None:
-        """Gives an order without waiting for the answer."""
+        """Sends an order without waiting for the answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **order}).encode() + b"\n")
         self._process.stdin.flush()

@@ -1,4 +1,4 @@
-"""A router's picture of a cache, built from messages alone, beside what the cache itself would resume from."""
+"""A router's picture of a cache, built from messages alone, compared with what the cache itself would resume from."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MirrorWatch:
         self._hear(self.translator.translate(self.feed.take(), {}))
 
     def check(self) -> None:
-        """What was told is what leads to a restore point, in the tiers where it is; and nothing is kept of what is gone."""
+        """The messages describe the paths to restore points in the tiers that hold them, and nothing of what is gone is kept."""
         self.hear()
         expected = self._expected()
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -94,7 +94,7 @@ class MirrorWatch:
     def check_prompt(self, tokens: Sequence[int], namespace: Namespace) -> None:
         """A router that walks a prompt's blocks finds what a lookup finds.
 
-        More only where not every page is a restore point, and the prompt leaves a path that was told.
+        It finds more only where some pages are no restore points, and the prompt leaves a path that was reported.
         """
         spec, packed = self.cache.spec, pack(tokens)
         match = self.cache.lookup(tokens, namespace=namespace)
@@ -108,13 +108,13 @@ class MirrorWatch:
             assert beyond - {block_hash(key) for key in keys}, f"a router believes in {believed} pages of {match}, for nothing"
 
     def _children_told(self, key: PageKey, namespace: Namespace) -> set[int]:
-        told = set().union(*(self.mirror.blocks[medium] for medium in IN_MEMORY))
+        reported = set().union(*(self.mirror.blocks[medium] for medium in IN_MEMORY))
         children = set()
         for node in self._tree.nodes():
             if node.parent is not None and node.root.first == namespace.digest:
                 path = keys_within(node, 0, node.end, self._tree.page_bytes)
                 children |= {block_hash(after) for before, after in pairwise(path) if before == key}
-        return children & told
+        return children & reported
 
     def _expected(self) -> dict[Tier, set[int]]:
         """By brute force: every page on the way to a restore point that a lookup of that very path finds."""

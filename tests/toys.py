@@ -210,7 +210,7 @@ class Rig:
         return lease.sources.computed
 
     def patiently(self, act: Callable[[], T]) -> T:
-        """Tries again as long as room is on its way, as an engine would."""
+        """Tries again while an eviction that makes space is under way, as an engine would."""
         for _ in range(10):
             try:
                 return act()
@@ -218,7 +218,7 @@ class Rig:
                 if not refusal.waiting:
                     raise
                 self.settle()
-        raise AssertionError("room was on its way ten times and never came")
+        raise AssertionError("an eviction was under way ten times and never made space")
 
     # ---- the store --------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Rig:
         make_room(self.state, tier, {Kind.PREFIX: self.state.arena(tier).layout.rows(Kind.PREFIX)})
 
     def shrink(self, tier: Tier, pages: int) -> None:
-        """Asks for ever more room, page by page, until `pages` prefix pages have left the tier."""
+        """Requests more and more space, page by page, until `pages` prefix pages have left the tier."""
         goal, need = self.used(tier, Kind.PREFIX) - pages, 1
         while self.used(tier, Kind.PREFIX) > goal:
             assert need < self.state.arena(tier).layout.rows(Kind.PREFIX), "nothing more can be evicted"
@@ -287,7 +287,7 @@ class Rig:
             need += 1
 
     def idle_check(self) -> None:
-        """Everything the cache promises, with nobody using it: what is used is the tree's alone."""
+        """Everything the cache promises when no request uses it: the tree alone holds the pages in use."""
         self.settle()
         self.cache.audit()
         assert not self.cache._leases, f"leases left open: {list(self.cache._leases)}"

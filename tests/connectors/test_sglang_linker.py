@@ -30,7 +30,7 @@ Make = Callable[..., Engine]
 
 
 class Trouble(Wrapper):
-    """A store that others use too; it fails, hangs or flips a bit when told to."""
+    """A store that others use too; the test makes it fail, hang or flip a bit."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
@@ -251,7 +251,7 @@ def test_what_was_promised_stays_until_it_is_loaded(make: Make) -> None:
     engine.save(page_keys(4, "b"))
     assert saved(engine)
     engine.save(page_keys(6, "c"))
-    assert not saved(engine) and max(engine.lookup(page_keys(6, "c"), "c")) == 4  # room for as many beside them
+    assert not saved(engine) and max(engine.lookup(page_keys(6, "c"), "c")) == 4  # there is space for four more pages
     assert engine.queue(keys) and engine.run() and engine.is_exact(keys)
     assert not engine.linker.stats()["dropped_reservations"]
 

@@ -26,7 +26,7 @@ def heard(engine: ToyEngine, before: Reported | None = None) -> Reported:
             continue
         blocks = {(event.medium, event.group_idx, each) for each in event.block_hashes}
         is_stored = type(event).__name__ == "BlockStored"
-        assert not (blocks & known if is_stored else blocks - known), f"told twice, or never stored: {event}"
+        assert not (blocks & known if is_stored else blocks - known), f"reported twice, or never stored: {event}"
         known = known | blocks if is_stored else known - blocks
     engine.events = []
     return known

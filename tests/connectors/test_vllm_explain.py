@@ -103,7 +103,7 @@ def test_a_request_that_asked_may_be_aborted_preempted_or_fail_to_load(make: Mak
     engine.submit(prompt, kv_transfer_params=WHY)
     engine.step()
     (job,) = engine.copies[0].pending
-    engine.copies[0].answer(job, error="told to fail")
+    engine.copies[0].answer(job, error="fails on purpose")
     engine.run()
     assert engine.done[-1].returned is not None and engine.done[-1].returned["stepwell"]["cause"] == "complete"
     assert len(engine.pool.free) == len(engine.pool.blocks) - 1

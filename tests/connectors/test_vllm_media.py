@@ -1,4 +1,4 @@
-"""Images and the like below vLLM are known by content and position; what cannot be told apart is not cached, and counted."""
+"""Images and the like below vLLM are known by content and position; indistinguishable media are counted and not cached."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompt(*images: Any, tokens: int = 90, seed: int = 1) -> list[int]:
 
 
 def computed(engine: ToyEngine, *images: Any, **more: Any) -> int:
-    """Of a prompt of 90 tokens and an answer of 4. The toy asserts that every byte it reads is of these very images."""
+    """Computed tokens of a prompt of 90 tokens and an answer of 4. The toy asserts that it reads bytes of these images alone."""
     return computed_by(engine, prompt(*images), mm_features=images, **more)
 
 
@@ -100,7 +100,7 @@ def test_salts_and_adapters_keep_equal_media_apart(make: Make, tmp_path: Any) ->
 
 
 def test_no_text_is_taken_for_media(make: Make) -> None:
-    """Whoever sends the ids that an image is cached under is refused by the vocabulary."""
+    """The vocabulary refuses a client that sends the ids under which an image is cached."""
     engine, cat = make("wide"), image("cat", 20, 30)
     request = SimpleNamespace(all_token_ids=prompt(cat), mm_features=(cat,))
     marked = RequestTokens(request, page_tokens=PAGE, vocab_size=1000)(0)

@@ -58,7 +58,7 @@ def test_failed_loads_are_counted_and_logged(make: Make) -> None:
     engine.submit(prompt)
     engine.step()
     (job,) = engine.copies[0].pending
-    engine.copies[0].answer(job, error="told to fail")
+    engine.copies[0].answer(job, error="fails on purpose")
     engine.run()
     stats = type(engine.connector).build_kv_connector_stats(taken(engine))
     assert stats.data["events"]["load_failures"] == 1
@@ -82,7 +82,7 @@ def test_tokens_count_as_loaded_when_their_load_has_ended_well(make: Make) -> No
         engine.step()
         assert taken(engine)["tokens"] == {}, "the second rank has not answered"
         (job,) = second.pending
-        second.answer(job, error=None if ends_well else "told to fail")
+        second.answer(job, error=None if ends_well else "fails on purpose")
         engine.run()
         assert taken(engine)["tokens"] == ({"host": 44} if ends_well else {})
     assert not engine.connector._scheduler._loading

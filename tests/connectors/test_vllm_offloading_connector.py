@@ -1,4 +1,4 @@
-"""vLLM's offloading connector with ours around it: tiers are told whose bytes they keep, or refuse to start. Needs no vLLM."""
+"""vLLM's offloading connector with ours around it: tiers learn whose bytes they keep, or refuse to start. Needs no vLLM."""
 
 from __future__ import annotations
 

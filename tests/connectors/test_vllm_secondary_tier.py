@@ -88,7 +88,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def make(module: Any, tmp_path: Path) -> Iterator[Make]:
-    """Makes tiers, over one log unless told otherwise, and closes them."""
+    """Makes tiers, over one log unless the test names another, and closes them."""
     hosts: list[Host] = []
 
     def host(**more: Any) -> Host:
@@ -122,7 +122,7 @@ def test_the_next_process_finds_chunks_and_loads_them(make: Make, tmp_path: Path
     store = {"store": f"{kind}:{tmp_path}"}
     rows, second = saved(make, **store), make(**store)
     context = second.request("b")
-    assert second.tier.lookup(KEYS[0], context) is RETRY, "nobody waits for the store"
+    assert second.tier.lookup(KEYS[0], context) is RETRY, "the lookup does not wait for the store"
     assert [second.lookup(each, context) for each in (*KEYS, key(9), key(0, group=1))] == [HIT] * 4 + [MISS] * 2
     result = second.load(KEYS, [7, 6, 5, 4], context)
     assert result.success and result.successful_keys is None
@@ -140,7 +140,7 @@ def test_one_flipped_bit_is_a_miss_and_the_others_are_kept(make: Make, tmp_path:
     result = second.load(KEYS, [0, 1, 2, 3], context)
     assert not result.success and list(result.successful_keys) == [KEYS[0], KEYS[1], KEYS[3]]
     assert (second.rows[[0, 1, 3]] == rows[[0, 1, 3]]).all() and not second.rows[2].any(), "no damaged byte was copied"
-    assert second.tier.lookup(KEYS[2], context) is MISS, "whoever asked does not try it again"
+    assert second.tier.lookup(KEYS[2], context) is MISS, "the request does not try it again"
     later = second.request("c")
     assert second.lookup(KEYS[2], later) is MISS, "it was deleted"
     second.rows[2] = rows[2]
@@ -187,7 +187,7 @@ def test_chunks_of_another_model_layout_or_dtype_are_not_found(make: Make, other
 
 
 def test_a_model_in_another_folder_finds_what_was_stored(make: Make) -> None:
-    """Weights are known by their files, which the engine's facts tell."""
+    """The engine's facts name the files of the weights, which identify them."""
     saved(make)
     second = make(config=replace(CONFIG, model=offload.OffloadingModelConfig("elsewhere", "uint8")))
     assert second.lookup(KEYS[0], second.request("b")) is HIT
@@ -292,7 +292,7 @@ def test_children_are_stored_after_what_they_stand_on(make: Make, module: Any, m
 
 
 class Hung(Wrapper):
-    """A store whose verbs hang until told to go on."""
+    """A store whose verbs hang until the test releases them."""
 
     def __init__(self, *verbs: str) -> None:
         super().__init__(MemoryStore())

@@ -93,12 +93,12 @@ def test_nothing_of_a_step_that_failed_is_stored(
         if request.num_computed_tokens <= 24:
             compute(request, count)
         elif how == "the computation raises":
-            raise MemoryError("told to fail")
+            raise MemoryError("fails on purpose")
         else:
-            monkeypatch.setattr(first, "_collect", lambda outputs: pytest.fail("told to fail"))
+            monkeypatch.setattr(first, "_collect", lambda outputs: pytest.fail("fails on purpose"))
 
     monkeypatch.setattr(first, "_compute", failing)
-    with pytest.raises((MemoryError, pytest.fail.Exception), match="told to fail"):
+    with pytest.raises((MemoryError, pytest.fail.Exception), match="fails on purpose"):
         first.run()
     assert all(worker._side()._failed_once for worker in first.workers) == (how == "the computation raises")
     first.close()
@@ -127,7 +127,7 @@ def test_conversations_that_branch_on_a_small_pool_with_late_copies(make: Make, 
             request.all_token_ids[: rng.randrange(20, request.num_tokens + 1)] + text(rng.randrange(99), 5) for request in asked
         ]
     engine.run()
-    assert len(engine.pool.free) == len(engine.pool.blocks) - 1, "a block was pinned and never let go"
+    assert len(engine.pool.free) == len(engine.pool.blocks) - 1, "a block was pinned and never released"
     assert not engine.connector._scheduler.cache.copying
     assert sum(request.num_tokens for request in engine.done) > engine.computed / 2
 
@@ -136,9 +136,9 @@ def _some_copies(engine: ToyEngine, rng: random.Random) -> None:
     for copies in engine.copies:
         for job in copies.pending:
             if rng.random() < 0.2:
-                copies.answer(job, error="told to fail" if rng.random() < 0.1 else None)
+                copies.answer(job, error="fails on purpose" if rng.random() < 0.1 else None)
     if not engine.running and rng.random() < 0.5:
-        engine.finish_copies()  # nobody computes: waiting for copies alone
+        engine.finish_copies()  # no request computes: waiting for copies alone
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,14 +149,14 @@ def test_a_load_that_fails_is_computed(make: Make, model: str, ranks: int) -> No
     engine.submit(prompt)
     engine.step()
     (job,) = engine.copies[-1].pending
-    engine.copies[-1].answer(job, error="told to fail")  # of all ranks, the last one
+    engine.copies[-1].answer(job, error="fails on purpose")  # on the last rank alone
     engine.run()
     assert engine.computed == 2 * 49 and counters(engine)["load_failures"] == 1
     assert computed_by(engine, prompt) < 15, "what was computed anew is cached again"
 
 
 def test_a_request_whose_loads_keep_failing_is_computed_in_the_end(make: Make, tmp_path: Path) -> None:
-    """The store brings it back each time: nobody may try forever."""
+    """The store delivers it each time: the request must not retry forever."""
     engine, prompt = make(store=f"log:{tmp_path}", store_budget="64MiB"), text(1, 45)
     computed_by(engine, prompt)
     engine.submit(prompt)
@@ -166,7 +166,7 @@ def test_a_request_whose_loads_keep_failing_is_computed_in_the_end(make: Make, t
         for job in engine.copies[0].pending:
             is_load = job in engine.connector._scheduler._loads
             failed += is_load
-            engine.copies[0].answer(job, error="told to fail" if is_load else None)
+            engine.copies[0].answer(job, error="fails on purpose" if is_load else None)
         assert failed <= 2
     assert failed >= 1 and engine.computed == 2 * 49
 
@@ -238,7 +238,7 @@ def test_adapters_are_apart_by_their_weights(make: Make, tmp_path: Path) -> None
     assert computed_by(engine, prompt, lora_request=lora) == 5
     weights.write_bytes(b"two")
     for _ in range(2):
-        assert computed_by(engine, prompt, lora_request=lora) == 49, "which of the two the engine has cannot be told"
+        assert computed_by(engine, prompt, lora_request=lora) == 49, "it is unknown which of the two the engine has"
     assert computed_by(engine, prompt, lora_request=reloaded) == 49, "the same name, other weights"
     assert computed_by(engine, prompt, lora_request=reloaded) == 5
     assert computed_by(engine, prompt) == 49
@@ -248,7 +248,7 @@ def test_an_adapter_that_cannot_be_read_is_not_cached(make: Make, tmp_path: Path
     from stepwell.connectors import weight_files
 
     def fails(path: Path, name: str) -> bytes:
-        raise PermissionError(f"{path} {name}: told to fail")
+        raise PermissionError(f"{path} {name}: fails on purpose")
 
     engine, prompt = make(), text(1, 45)
     (tmp_path / "adapter.safetensors").write_bytes(b"one")
@@ -270,7 +270,7 @@ def test_tokens_that_the_vocabulary_lacks_are_computed_and_not_cached(make: Make
 def test_a_request_that_is_preempted_with_such_a_token_in_its_answer_is_computed_again(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lies in a page that is not whole yet, so that nobody has looked at it."""
+    """It lies in a page that is not whole yet, so that no check has covered it."""
     engine, prompt = make(), text(1, 45)
     monkeypatch.setattr(engine, "next_token", lambda tokens: 10**7)
     request = engine.submit(prompt)

@@ -139,7 +139,7 @@ def test_listeners_forget_what_other_weights_have_computed(make: Make) -> None:
 
 def test_the_answer_is_that_of_all_ranks_to_the_last_question() -> None:
     doubts = WeightCheck()
-    assert doubts.answered({0: (1, "")}, 1) is None, "nobody has asked"
+    assert doubts.answered({0: (1, "")}, 1) is None, "the check has not begun"
     doubts.begin()
     assert doubts.question() == 0, "no request waits for it"
     doubts.wanted = True

@@ -36,7 +36,7 @@ MODELS = {
     "full": [FULL], "windows": [FULL, SWA, SWA2], "recurrent": [FULL, SSM], "all": [SWA, FULL, SSM, SWA2],
     "blocks of two sizes": [FULL, LONG, SWA], "recurrent alone": [SSM],
 }  # fmt: skip
-WIDE_MODELS = {"wide": [WIDE], "wide, windows": [WIDE, WIDE_SWA]}  # with pages that are long enough to tell media apart
+WIDE_MODELS = {"wide": [WIDE], "wide, windows": [WIDE, WIDE_SWA]}  # with pages long enough to distinguish media
 
 
 class LateCopies(ScriptedExecutor):
@@ -224,7 +224,7 @@ class ToyEngine:
                 return
             before = self.computed
             self.step()
-            if not late or self.computed == before:  # those that run may wait for saves to give blocks back
+            if not late or self.computed == before:  # running requests may wait for saves to release blocks
                 self.finish_copies()
         raise AssertionError("it never ends")
 
@@ -333,7 +333,7 @@ class ToyEngine:
             if len(self.running) >= 3 or not self._admit(request, scheduled):
                 continue
         loaded = [request for request in self.waiting if request.status == "loaded"]
-        if not self.running and not self.loading and loaded:  # they hold all blocks and none has room to go on
+        if not self.running and not self.loading and loaded:  # they hold all blocks and none has space to continue
             self._start_over(loaded[-1])
         return scheduled
 

@@ -1,6 +1,6 @@
 """As much of vLLM's own offloading as `StepwellTier` touches, for machines without vLLM. `tests/vllm` compares it with the real.
 
-`install` makes it importable beside what `vllm_stand_in` has.
+`install` makes it importable alongside `vllm_stand_in`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class StandIn:
         self.slices.append(len(pointers))
         for at, size in zip(pointers, sizes, strict=True):
             inside = any(start <= at and at + size <= start + length for start, length in self.registered.items())
-            assert inside, f"{size} bytes that nobody registered"
+            assert inside, f"{size} bytes that are not registered"
 
 
 def join(raw: StandIn) -> Callable[[], Client]:

@@ -1,5 +1,5 @@
-"""A cache over the Mooncake adapter: the host tier's memory is registered from attach to detach, whoever attaches and
-whatever it is made of, and pages move without a copy. Over a stand-in; over a real master it is in `tests/mooncake`.
+"""A cache over the Mooncake adapter: the host tier's memory is registered from attach to detach, for every caller and every
+kind of memory, and pages move without a copy. Over a stand-in; over a real master it is in `tests/mooncake`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def knows(raw: StandIn, cache: Cache) -> bool:
 
 def detach(cache: Cache) -> None:
     cache.store.detach()
-    wait_until(lambda: cache.step().detached, "the store is given back")
+    wait_until(lambda: cache.step().detached, "the store is detached")
 
 
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ def cache_over(kind: str, monkeypatch: pytest.MonkeyPatch) -> Cache:
     made = pinned(monkeypatch) if kind == "pinned" else []
     host = TorchMemory(SPEC, layouts[Tier.HOST])
     if kind == "pinned":
-        assert made[0].data_ptr() == address_of(host.block), "the host's memory is to be pinned"
+        assert made[0].data_ptr() == address_of(host.block), "the host's memory must be pinned"
     return build_cache(
         SPEC, CONFIG, copy_engines=[TorchCopyEngine({Tier.DEVICE: device, Tier.HOST: host})], model="zeros", host_pages=[host]
     )
@@ -145,7 +145,7 @@ def test_a_closed_cache_has_its_memory_back(raw: StandIn, store: MooncakeStore) 
 
 def test_memory_that_cannot_be_registered_is_said_and_nothing_is_attached(raw: StandIn, store: MooncakeStore) -> None:
     cache = build_cache(SPEC, CONFIG, model="zeros")
-    raw.register_buffer(address_of(cache.store.host_memory[0]) + 4096, 4096)  # as when somebody else has it
+    raw.register_buffer(address_of(cache.store.host_memory[0]) + 4096, 4096)  # as if another user had registered it
     with pytest.raises(StoreError, match="ulimit -l"):
         cache.store.attach(store, WAIT)
     assert cache.store.state is LinkState.DETACHED
@@ -195,7 +195,7 @@ def test_a_store_that_is_attached_again_keeps_the_memory(raw: StandIn, store: Mo
     cache.store.attach(store, WAIT)
     for _ in range(3):
         cache.store.detach()
-        cache.store.attach(store, WAIT)  # before the cache had a step to let go of it
+        cache.store.attach(store, WAIT)  # before the cache had a step to release it
         cache.step()
         assert knows(raw, cache)
     for _ in range(3):
@@ -252,7 +252,7 @@ def test_a_store_that_cannot_forget_memory_is_said_and_let_go(raw: StandIn, stor
         said.extend(report.failures)
         return report.detached == (clinging,)
 
-    wait_until(is_let_go, "the store is let go")
+    wait_until(is_let_go, "the store is released")
     assert len(said) == 1 and "RuntimeError: no" in said[0]
     cache.close()
 

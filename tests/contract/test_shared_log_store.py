@@ -1,4 +1,4 @@
-"""A shared log keeps the contract of `stepwell.testing.store_contract`, whoever owns it."""
+"""A shared log keeps the contract of `stepwell.testing.store_contract`, whichever process owns it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class _File:
 
 
 class _NoLock(DirectoryLock):
-    """Nobody else is there."""
+    """No other process opens the directory."""
 
     def __init__(self) -> None: ...
 

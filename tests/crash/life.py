@@ -43,7 +43,7 @@ class Ledger:
         self.used[name] = None
 
     def warmest(self, size_bytes: int) -> set[tuple[int, str]]:
-        """The values used last that take up at most so many bytes, each with a header of its own."""
+        """The values used last that take up at most `size_bytes`, each with a header of its own."""
         names: set[tuple[int, str]] = set()
         for name in reversed(self.used):
             size_bytes -= BLOCK_BYTES + up_to_block(self.sizes[name])

@@ -26,7 +26,7 @@ NO_NUMBER = 0xFF  # in every byte
 
 
 class ArrivingLoad:
-    """One load; `wait` is what a pass calls, and on this machine it makes the copy that it is told to wait for."""
+    """One load. A pass calls `wait`, which on this machine makes the copy that the pass waits for."""
 
     def __init__(self, plan: Plan, pages: dict[Tier, DevicePages], waits: list[tuple[str, int]]) -> None:
         self.plan = plan
@@ -121,7 +121,7 @@ class ArrivingLoads(DoneAtOnce[Completion]):
     def end(self, job: JobId) -> None:
         load = self.loads.pop(job)
         self.num_begun += load.begun
-        error = "told to fail" if self.fails(load.plan) else None
+        error = "fails on purpose" if self.fails(load.plan) else None
         if error is None:
             load.finish()
         self._done.append(Completion(job=job, error=error))

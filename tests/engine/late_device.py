@@ -1,9 +1,9 @@
-"""A device's queue that is played: passes are queued, and computed as late as they can be, when somebody reads one of them.
+"""A simulated device queue: passes are queued, and computed as late as possible, when the engine reads one of them.
 
     host     queue 0   queue 1   read 0   queue 2   read 1            what `LateDevice.log` has, in this order
     device                       (0)                (1)               computed here, and not before
 
-So a pass that is queued before the one before it is read cannot need anything of it, and nobody can have looked at what it leaves
+So a pass that is queued before its predecessor is read cannot depend on its result, and no code can have looked at its output
 before it is read. Copies between memories are not queued: they take what is there. For engines on a CPU, without requests for
 logprobs.
 """
@@ -25,7 +25,7 @@ from stepwell.engine.passes.batch import Batch
 from stepwell.engine.requests.request import Chunk
 from stepwell.engine.running.unread import Unread
 
-NOTHING_YET = -7  # in place of tokens that nobody has computed
+NOTHING_YET = -7  # in place of tokens that are not computed yet
 
 
 class LateDevice:

@@ -15,7 +15,7 @@ from stepwell.engine.passes.rows import PLAIN, Rows
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one layer, and of a batch: `contexts` are tokens before those of each segment, `lengths` how many those are."""
+    """One layer and a batch: `contexts` counts the tokens before those of each segment, `lengths` the tokens of the segment."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -27,7 +27,7 @@ class Shape:
 
 
 class Scene:
-    """Every page of every segment lies somewhere else; pages that nobody has hold NaN, and so do rows behind the last."""
+    """Every page of every segment lies somewhere else; unassigned pages hold NaN, and so do rows behind the last."""
 
     def __init__(self, shape: Shape, seed: int = 0, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.shape, self.seed, self.device, self.dtype = shape, seed, device, dtype
@@ -88,7 +88,7 @@ def random_shape(seed: int, *, widths: Sequence[int], pages: Sequence[int] = (4,
 
 
 def far_apart(rows: Rows, reach: int = 2**33) -> Rows:
-    """The same rows, in pages so far apart that only the first lie within 32 bits. What lies between them is nobody's."""
+    """The same rows, in pages so far apart that only the first lie within 32 bits. The space between them belongs to no page."""
     stored = rows.stored_PRE
     stride = -(-reach // len(stored) // 1024) * 1024
     memory = torch.empty(len(stored) * stride, dtype=stored.dtype, device=stored.device)

@@ -23,7 +23,7 @@ WIDTHS = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of one layer, and of a batch: `lengths` of its segments, singles first, and which of them start at token 0.
+    """One layer and a batch: the `lengths` of its segments, singles first, and which of them start at token 0.
 
     `rule` is head (a delta net's), channel (Kimi's) or time (Mamba-2's).
     """
@@ -60,7 +60,7 @@ def random_shape(seed: int, *, widths: tuple[int, ...] = (8, 16, 24), most: int 
 
 
 class Scene:
-    """Pages of nobody hold NaN, and so do those of segments that start. Two of one seed hold the same."""
+    """Unassigned pages hold NaN, and so do those of segments that start. Two scenes of one seed hold the same."""
 
     def __init__(self, shape: Shape, seed: int = 0, *, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.shape, self.dtype, self.device = shape, dtype, device

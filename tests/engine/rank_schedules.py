@@ -72,7 +72,7 @@ class Schedule:
     rank: int
     moment: Moment
     harm: Harm
-    skip: int  # so many such moments pass before it
+    skip: int  # the number of such moments that pass before it
     after_s: float  # the moment has begun
     pause_s: float
     asked: tuple[Asked, ...]
@@ -113,7 +113,7 @@ def _text(number: int, length: int) -> list[int]:
 
 
 @dataclass(slots=True, eq=False)
-class Told:
+class Outcome:
     """What came of one request."""
 
     asked: Asked
@@ -143,7 +143,7 @@ class Striker:
         self.struck = True
         ranks = self._workers._processes._ranks
         if self._schedule.rank < len(ranks):  # they may just have ended
-            running = ranks[self._schedule.rank].running  # which signals nobody else once that process is gone
+            running = ranks[self._schedule.rank].running  # it signals no other process once that one is gone
             self._thread = Thread(target=self._harm, args=(running.send_signal,))
             self._thread.start()
 
@@ -173,7 +173,7 @@ class Striker:
 
 
 class World:
-    """An engine of two ranks over a store, and beside it one of one rank. Both live through many schedules."""
+    """An engine of two ranks over a store, and a reference engine of one rank. Both live through many schedules."""
 
     def __init__(self, family: str, root: Path) -> None:
         self.family = family
@@ -234,24 +234,24 @@ class World:
         striker = Striker(schedule, self.workers)
         self._moment = striker.moment
         try:
-            told = self._play(schedule, striker)
+            outcomes = self._play(schedule, striker)
         finally:
             self._moment = lambda moment: None
             striker.join()
         self._step_until(lambda: schedule.harm is not Harm.KILL or self.workers.losses > losses, "a killed rank to be missed")
         lost = self.workers.losses - losses
-        for each, right in zip(told, expected, strict=True):
+        for each, right in zip(outcomes, expected, strict=True):
             self._check(schedule, each, right, lost)
         self.ask_kept()
         self._check_cache()
         if lost:
             assert self.workers.pids != before and not any(map(_is_there, set(before) - set(self.workers.pids)))
-        ends = [each.finish.value if each.finish is not None else "?" for each in told]
+        ends = [each.finish.value if each.finish is not None else "?" for each in outcomes]
         return f"{self.family} {schedule.moment.value} {schedule.harm.value} rank {schedule.rank}: {lost} lost, {' '.join(ends)}"
 
-    def _play(self, schedule: Schedule, striker: Striker) -> list[Told]:
-        told = [Told(each) for each in schedule.asked]
-        numbers: dict[int, Told] = {}
+    def _play(self, schedule: Schedule, striker: Striker) -> list[Outcome]:
+        outcomes = [Outcome(each) for each in schedule.asked]
+        numbers: dict[int, Outcome] = {}
         if schedule.moment is Moment.STARTING:
             self._lose_one_first(schedule)
         if schedule.moment in (Moment.STARTING, Moment.IDLE):
@@ -260,7 +260,7 @@ class World:
 
         def go_on() -> bool:
             nonlocal step
-            for each in told:
+            for each in outcomes:
                 if each.asked.step == step:
                     sampling = Sampling(max_tokens=each.asked.max_tokens, ignore_eos=True)
                     numbers[self.engine.submit(GenerateRequest(tokens=each.asked.tokens, sampling=sampling))] = each
@@ -270,7 +270,7 @@ class World:
             for delta in self._step():
                 self._take(numbers[delta.request], delta)
             step += 1
-            if all(each.finish is not None for each in told):
+            if all(each.finish is not None for each in outcomes):
                 return True
             if self.engine.idle:
                 time.sleep(0.0005)
@@ -280,7 +280,7 @@ class World:
         if not striker.struck:  # its moment has not come
             striker.strike()
             striker.join()
-        return told
+        return outcomes
 
     def _lose_one_first(self, schedule: Schedule) -> None:
         losses = self.workers.losses
@@ -288,53 +288,54 @@ class World:
         self._step_until(lambda: self.workers.losses > losses, "a killed rank to be missed")
 
     @staticmethod
-    def _take(told: Told, delta: Delta) -> None:
-        assert told.finish is None, f"something behind the end: {delta}"
-        told.tokens += delta.tokens
-        told.finish, told.error = delta.finish, delta.error
+    def _take(outcome: Outcome, delta: Delta) -> None:
+        assert outcome.finish is None, f"something behind the end: {delta}"
+        outcome.tokens += delta.tokens
+        outcome.finish, outcome.error = delta.finish, delta.error
         if delta.usage is not None:
-            told.cached_tokens = delta.usage.prompt_tokens - delta.usage.sources.computed
+            outcome.cached_tokens = delta.usage.prompt_tokens - delta.usage.sources.computed
 
-    def _check(self, schedule: Schedule, told: Told, right: tuple[int, ...], lost: int) -> None:
-        assert tuple(told.tokens) == right[: len(told.tokens)], f"{told} beside {right}"
-        match told.finish:
+    def _check(self, schedule: Schedule, outcome: Outcome, right: tuple[int, ...], lost: int) -> None:
+        assert tuple(outcome.tokens) == right[: len(outcome.tokens)], f"{outcome} compared with {right}"
+        match outcome.finish:
             case Finish.FAILED:
-                assert lost and told.error is not None, told
+                assert lost and outcome.error is not None, outcome
                 named = {schedule.rank, 1 - schedule.rank} if schedule.moment is Moment.STARTING else {schedule.rank}
                 named = named if schedule.harm in (Harm.KILL, Harm.STOP) else set(range(RANKS))
-                assert any(f"rank {rank}" in told.error for rank in named), told
+                assert any(f"rank {rank}" in outcome.error for rank in named), outcome
                 if schedule.harm in (Harm.PAUSE, Harm.DELAY) and schedule.moment is not Moment.STARTING:
                     assert "no sign of life" in str(self.workers.last_loss), self.workers.last_loss
             case Finish.ABORTED:
-                assert told.asked.abort_step is not None, told
+                assert outcome.asked.abort_step is not None, outcome
             case _:
-                assert told.finish is Finish.LENGTH and len(told.tokens) == told.asked.max_tokens, told
+                assert outcome.finish is Finish.LENGTH and len(outcome.tokens) == outcome.asked.max_tokens, outcome
 
     def ask_kept(self) -> None:
         """What was kept before any loss resumes, with the right tokens. The first time it is computed."""
         number = self.engine.submit(GenerateRequest(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True)))
-        told = Told(Asked(step=0, tokens=self.kept, max_tokens=4, abort_step=None))
+        outcome = Outcome(Asked(step=0, tokens=self.kept, max_tokens=4, abort_step=None))
         first, failed = not self.right, 0
 
         def ended() -> bool:
-            nonlocal number, told, failed
+            nonlocal number, outcome, failed
             for delta in self._step():
                 if delta.request == number:
-                    self._take(told, delta)
-            if told.finish is Finish.FAILED and failed < 3:  # by a fault that was not noticed before it was asked
+                    self._take(outcome, delta)
+            if outcome.finish is Finish.FAILED and failed < 3:  # by a fault that was not noticed before it was asked
                 failed += 1
-                number, told = (
+                number, outcome = (
                     self.engine.submit(GenerateRequest(tokens=self.kept, sampling=Sampling(max_tokens=4, ignore_eos=True))),
-                    Told(told.asked),
+                    Outcome(outcome.asked),
                 )
             if self.engine.idle:
                 time.sleep(0.0005)
-            return told.finish is not None
+            return outcome.finish is not None
 
         self._until(ended, "what was kept")
         self.right = self.right or self.expected(self.kept)[:4]
-        assert (told.finish, tuple(told.tokens)) == (Finish.LENGTH, self.right), told
-        assert first or (told.cached_tokens or 0) >= KEPT_TOKENS // 2, f"{told.cached_tokens} of {KEPT_TOKENS} tokens were found"
+        assert (outcome.finish, tuple(outcome.tokens)) == (Finish.LENGTH, self.right), outcome
+        cached = outcome.cached_tokens or 0
+        assert first or cached >= KEPT_TOKENS // 2, f"{cached} of {KEPT_TOKENS} tokens were found"
 
     def _check_cache(self) -> None:
         cache = self.engine.cache

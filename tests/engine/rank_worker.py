@@ -2,7 +2,7 @@
 
     python rank_worker.py RANK SIZE MEETING
 
-What it computed is a file beside the job's checkpoint. It ends when its input does, and with its first failure.
+What it computed is a file next to the job's checkpoint. It ends when its input does, and with its first failure.
 """
 
 from __future__ import annotations

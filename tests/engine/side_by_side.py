@@ -1,4 +1,4 @@
-"""A model of ours beside the one of transformers with the same weights, on small random configurations.
+"""A model of ours compared with that of transformers with the same weights, on small random configurations.
 
 Weights are drawn so that logits have a spread of about 1: with the usual small ones, errors hide.
 """
@@ -32,7 +32,7 @@ def draw(reference: torch.nn.Module, seed: int = 0) -> None:
         for name, tensor in reference.named_parameters():
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith((".A_log", ".dt_bias")):
-                tensor.copy_(noise - 1.5)  # heads that forget within a token, and heads that remember for hundreds
+                tensor.copy_(noise - 1.5)  # some heads decay within a token, others over hundreds
             elif tensor.ndim > 1:
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
             else:
@@ -65,7 +65,7 @@ class Held:
 
 
 class Memory:
-    """Device pages full of NaN, so that reading one that nobody wrote shows."""
+    """Device pages full of NaN, so that reading an unwritten page shows."""
 
     none = np.empty(0, np.int32)
 

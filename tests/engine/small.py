@@ -47,7 +47,7 @@ def greedy(tokens: list[int], count: int = 8, **more: Any) -> GenerateRequest:
 
 
 def alone(family: str, asks: list[GenerateRequest]) -> list[list[int]]:
-    """What each answer is with nobody beside it and nothing cached. Computed once."""
+    """What each answer is with no other request and nothing cached. Computed once."""
     return [list(_alone(family, tuple(ask.tokens), ask.sampling)) for ask in asks]
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint is not worth a request: pages for copies of point state are taken once everybody in a plan has room."""
+"""A checkpoint never delays a request: copies of point state get pages only once every request of a plan has its own."""
 
 from __future__ import annotations
 
@@ -45,4 +45,4 @@ def test_nobody_loses_their_room_for_a_copy_of_point_state(monkeypatch: pytest.M
     with_copies = [planned(pages) for pages in sizes]
     monkeypatch.setattr("stepwell.tiers.publish.copy_point", lambda *_: None)
     assert [each for each, _ in with_copies] == [planned(pages)[0] for pages in sizes]
-    assert {copies for _, copies in with_copies} >= {0, 2}, "some of these sizes have room for copies, and some have not"
+    assert {copies for _, copies in with_copies} >= {0, 2}, "some of these sizes have space for copies, and some do not"

@@ -126,5 +126,5 @@ def test_an_engine_answers_without_a_kernel_and_goes_on_with_it() -> None:
         machine.clock.advance(LOOK_EVERY_S)
         engine.step()
         assert engine.kernels["attention"] == "library"
-        assert engine.cache._store_tier.compute.seconds(0, 64) is None, "how fast it computed without the kernel is forgotten"
+        assert engine.cache._store_tier.compute.seconds(0, 64) is None, "the speed measured without the kernel is dropped"
         assert engine.generate([1, 2, 3, 4, 5], max_tokens=4, ignore_eos=True).tokens == first and used

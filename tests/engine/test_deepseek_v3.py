@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi-K2 beside transformers: absorbed attention over latents, grouped experts, rows in eight bits."""
+"""DeepSeek-V3 and Kimi-K2 compared with transformers: absorbed attention over latents, grouped experts, rows in eight bits."""
 
 from __future__ import annotations
 

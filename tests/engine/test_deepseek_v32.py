@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 beside transformers: what an index picks, and attention over nothing else."""
+"""DeepSeek-V3.2 and GLM-5 compared with transformers: what an index picks, and attention over nothing else."""
 
 from __future__ import annotations
 
@@ -113,16 +113,16 @@ def test_what_earlier_pages_keep_is_read(state: str) -> None:
     ours = pair(num_hidden_layers=2)
     tokens = ours.tokens(6 * PAGE + 3)
 
-    def continued(*, forget: bool) -> torch.Tensor:
+    def continued(*, erase: bool) -> torch.Tensor:
         memory = Memory(ours.spec)
         held = Held(memory, len(tokens))
         ours.forward(memory, [held.segment(tokens[: 6 * PAGE])])
-        if forget:
+        if erase:
             memory.pages.state_PLRE(state)[held.prefix[:5].astype(np.int64)] = 0
         return torch.cat([ours.forward(memory, [held.segment([token])]) for token in tokens[6 * PAGE :]])
 
-    assert (continued(forget=False) - ours.expected(tokens)[-3:]).abs().max() <= TOLERANCE
-    assert (continued(forget=True) - continued(forget=False)).abs().max() > 0.1
+    assert (continued(erase=False) - ours.expected(tokens)[-3:]).abs().max() <= TOLERANCE
+    assert (continued(erase=True) - continued(erase=False)).abs().max() > 0.1
 
 
 def test_equal_scores_pick_the_earliest_however_a_prompt_is_cut() -> None:

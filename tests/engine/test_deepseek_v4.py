@@ -1,4 +1,4 @@
-"""DeepSeek-V4 beside transformers, and every piece of its state shown to be read.
+"""DeepSeek-V4 compared with transformers, and every piece of its state shown to be read.
 
 The reference runs eagerly, and every prompt alone: it has no other implementation, and cannot pad.
 """
@@ -87,7 +87,7 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
-# ---- beside the reference -------------------------------------------------------------------------
+# ---- compared with the reference ------------------------------------------------------------------
 
 
 def test_deepseek_v4(pair: Pair) -> None:
@@ -246,7 +246,7 @@ def test_sinks_are_not_rounded_to_what_the_model_computes_in() -> None:
 
 
 class Resumed:
-    """A prompt computed up to a boundary; then another request, whose slot nobody wrote, goes on from its pages alone."""
+    """A prompt computed up to a boundary; then another request, with an unwritten slot, continues from its pages alone."""
 
     def __init__(self, pair: Pair, tokens: Sequence[int], boundary: int) -> None:
         self.pair, self.tokens, self.boundary = pair, tokens, boundary

@@ -1,4 +1,4 @@
-"""Which write policy an engine has where nobody names one: by what its tiers hold, on however many ranks."""
+"""The default write policy of an engine: it follows from what its tiers hold, on any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2 and Qwen3 beside transformers."""
+"""Llama, Mistral, Qwen2 and Qwen3 compared with transformers."""
 
 from __future__ import annotations
 

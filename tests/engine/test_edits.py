@@ -1,4 +1,4 @@
-"""Biases, penalties and tokens that may not come: as documented, whoever is in the batch, however the pass was run."""
+"""Biases, penalties and banned tokens work as documented, in every batch and every kind of pass."""
 
 from __future__ import annotations
 
@@ -208,12 +208,12 @@ def test_logprobs_of_a_prompt_are_those_of_answers_to_its_beginnings(family: str
     tokens = prompt(40)
     with small(family) as engine:
         plain = run(engine, [GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=5))])[0]  # so that its pages are cached
-        told, other = run(engine, [
+        asked, other = run(engine, [
             GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=5, prompt_logprobs=4)),
             GenerateRequest(tokens=tokens[::-1], sampling=Sampling(max_tokens=2, prompt_logprobs=0)),
         ])  # fmt: skip
-        assert tokens_of(told) == tokens_of(plain) and not any(delta.prompt_logprobs for delta in told[1:])
-        found = told[0].prompt_logprobs
+        assert tokens_of(asked) == tokens_of(plain) and not any(delta.prompt_logprobs for delta in asked[1:])
+        found = asked[0].prompt_logprobs
         assert [each.token for each in found] == tokens[1:] and {len(each.top) for each in found} == {4}
         assert [each.token for each in other[0].prompt_logprobs] == tokens[-2::-1]
         for at in range(1, 40, 6):
@@ -233,9 +233,9 @@ def test_logprobs_of_a_prompt_survive_preemption_and_come_once(monkeypatch: pyte
             steps += 1
             if steps in (3, 5) and number in engine.scheduler.active:
                 _put_back(engine.scheduler, number)
-        (told,) = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
-    assert [each.token for each in told] == [each.token for each in expected]
-    assert [each.logprob for each in told] == pytest.approx([each.logprob for each in expected], abs=1e-4)
+        (asked,) = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    assert [each.token for each in asked] == [each.token for each in expected]
+    assert [each.logprob for each in asked] == pytest.approx([each.logprob for each in expected], abs=1e-4)
 
 
 def _put_back(scheduler: Scheduler, number: int) -> None:

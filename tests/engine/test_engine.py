@@ -200,7 +200,7 @@ def test_a_share_of_memory_that_cannot_be_is_refused(share: str) -> None:
 
 
 def test_what_a_gpu_gets_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 100 GB that the weights leave: 88 % for the device tier, or the share that was asked for; long passes, many requests."""
+    """The weights leave 100 GB: 88 % for the device tier, or the requested share; long passes, many requests."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 * 10**9, 140 * 10**9))
     config = EngineConfig()
@@ -218,7 +218,7 @@ def test_who_waits_for_room_leaves_the_processor_to_the_copies_that_make_it(monk
         deltas = run_until(engine, lambda: engine.passes > 1)
 
         def no_room_yet(*args: Any) -> None:
-            raise NoRoom("a copy makes room", waiting=True)
+            raise NoRoom("a copy makes space", waiting=True)
 
         monkeypatch.setattr(engine.cache, "grow", no_room_yet)
         deltas += run_until(engine, lambda: engine.passing.unread is None)

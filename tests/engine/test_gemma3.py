@@ -1,4 +1,4 @@
-"""Gemma 3 beside transformers: both kinds of layers, both ways to write a config, three ways to name tensors."""
+"""Gemma 3 compared with transformers: both kinds of layers, both ways to write a config, three ways to name tensors."""
 
 from __future__ import annotations
 

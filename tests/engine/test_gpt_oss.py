@@ -1,4 +1,4 @@
-"""gpt-oss beside transformers, and its experts read from MXFP4.
+"""gpt-oss compared with transformers, and its experts read from MXFP4.
 
 The reference must run eagerly: its sinks exist in no other implementation that runs without a GPU.
 """
@@ -56,7 +56,7 @@ def test_gpt_oss_clamps_gates_and_ups() -> None:
     check_pair(pair)
     config = pair.reference.config.to_dict() | {"swiglu_limit": 7.0}
     pair.model = build_model(config, HeldTensors(dict(pair.reference.state_dict())), page_tokens=16)
-    assert (pair.one_shot(tokens) - clamped).abs().max() > 100 * TOLERANCE, "a limit nobody reaches proves nothing"
+    assert (pair.one_shot(tokens) - clamped).abs().max() > 100 * TOLERANCE, "a limit that is never reached proves nothing"
 
 
 def test_swiglu_clamps_gates_from_above_only() -> None:

@@ -1,4 +1,4 @@
-"""Kimi-Linear beside transformers."""
+"""Kimi-Linear compared with transformers."""
 
 from __future__ import annotations
 

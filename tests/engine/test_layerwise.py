@@ -29,7 +29,7 @@ def evict_to_host(engine: Engine) -> None:
 
 
 def evict_idle(engine: Engine) -> None:
-    """The device keeps what somebody holds."""
+    """The device keeps what a request holds."""
     core = engine.cache._state
     make_room(core, Tier.DEVICE, {Kind.PREFIX: core.arena(Tier.DEVICE).layout.rows(Kind.PREFIX) + 1})
 

@@ -18,7 +18,7 @@ VOCAB = 500
 
 
 def reference(logits_V: torch.Tensor, token: int, count: int) -> TokenLogprob:
-    """Of one row alone, the slow way."""
+    """The logprob of one row alone, computed the slow way."""
     shares = logits_V.float().log_softmax(-1)
     order = sorted(range(len(shares)), key=lambda each: (-float(shares[each]), each))
     top = tuple((each, float(shares[each])) for each in order[:count])

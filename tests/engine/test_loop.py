@@ -1,4 +1,4 @@
-"""The engine's thread: whoever asks is answered, whatever becomes of the engine."""
+"""The engine's thread: every request gets an answer, whatever happens to the engine."""
 
 from __future__ import annotations
 

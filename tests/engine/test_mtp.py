@@ -1,4 +1,4 @@
-"""The layer that drafts, beside the same maths in plain torch: all tokens at once, no pages, nothing absorbed."""
+"""The layer that drafts, compared with the same maths in plain torch: all tokens at once, no pages, nothing absorbed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 
 def passes_of(engine: Engine) -> None:
-    """Prompts in several chunks, side by side, of which one resumes; and their answers."""
+    """Prompts in several chunks, computed together, one of them resumed; and their answers."""
     for seeds in ((1, 2), (2, 3)):
         run(engine, [greedy(prompt(100, seed=seed), 4) for seed in seeds])
 

@@ -1,4 +1,4 @@
-"""Latents in plain torch beside the same sums in 64 bits, at lengths around the blocks of torch's own kernels."""
+"""Latents in plain torch compared with the same sums in 64 bits, at lengths around the blocks of torch's own kernels."""
 
 from __future__ import annotations
 

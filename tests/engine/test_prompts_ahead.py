@@ -57,14 +57,14 @@ def test_every_chunk_of_a_prompt_is_queued_before_the_one_before_it_is_read(monk
 
 
 def _queued_when_read(log: list[tuple[str, int]]) -> list[tuple[int, int]]:
-    """Of each pass that is read, its number and that of the last one in the queue."""
+    """For each pass that is read, its number and that of the last one in the queue."""
     return [
         (number, max(each for of, each in log[:at] if of == "queue")) for at, (kind, number) in enumerate(log) if kind == "read"
     ]
 
 
 def test_the_next_prompts_are_queued_with_the_token_of_the_last_one_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What begins to answer and what is still computed share passes, all of which are queued in time."""
+    """Requests that begin to answer and prompts under way share passes, and all those passes are queued in time."""
     with small() as engine:
         device = LateDevice(engine, monkeypatch)
         run(engine, [greedy(prompt(40 + at, seed=at), 12) for at in range(8)])
@@ -113,7 +113,7 @@ def test_nobody_waits_at_the_pages_of_an_answer(ask: dict[str, Any], monkeypatch
 
 @pytest.fixture
 def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room, say, for the copy that a pass would make."""
+    """There is no space for the copy that a pass would make."""
     monkeypatch.setattr(publish, "copy_point", lambda *_: None)
 
 
@@ -147,7 +147,7 @@ def test_nobody_is_queued_before_a_state_is_handed_over_whose_request_would_wait
 
 
 def test_windows_are_no_reason_to_wait_at_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pages are full there, and nobody writes them again."""
+    """Their pages are full there, and no pass writes them again."""
     with small("gemma3", placement=STOPS) as engine:
         device = LateDevice(engine, monkeypatch)
         run(engine, [greedy(prompt(300), 4)])
@@ -174,12 +174,12 @@ def test_answers_are_those_of_an_engine_that_reads_at_once(family: str, seed: in
 def test_what_is_cached_is_resumed_from_the_host_to_the_same_answer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, turn = greedy(prompt(230), 40), prompt(30, seed=9)
     with small(family, placement=STOPS) as engine:
-        told = tokens_of(run(engine, [first])[0])
-        follow = greedy([*first.tokens, *told, *turn], 20)
+        answered = tokens_of(run(engine, [first])[0])
+        follow = greedy([*first.tokens, *answered, *turn], 20)
         again = tokens_of(run(engine, [follow])[0])
     with small(family, placement=STOPS) as engine:
         LateDevice(engine, monkeypatch)
-        assert tokens_of(run(engine, [first])[0]) == told
+        assert tokens_of(run(engine, [first])[0]) == answered
         settle(engine.cache)
         _empty_device(engine)
         (deltas,) = run(engine, [follow])
@@ -193,7 +193,7 @@ def _empty_device(engine: Engine) -> None:
 
 
 def test_requests_that_share_a_prompt_still_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for what is in a pass that nobody has read; and no stop is asked for behind which a pass was queued."""
+    """Also for what is in a pass in flight; and no stop is requested behind which a pass was queued."""
     shared, each = prompt(250, seed=3), [prompt(40, seed=50 + at) for at in range(4)]
     for family in ("llama", "gemma3", "mamba2"):
         with small(family) as engine:
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_put_back_in_the_middle_begins_again_from_what_was_read
         deltas = run_until(engine, lambda: 0 < request.position < request.reached < len(ask.tokens))
         done = request.position
         engine.scheduler.put_back(request)
-        assert request.reached == 0, "what was started is nobody's any more"
+        assert request.reached == 0, "no request owns what was started"
         deltas += run_until(engine, lambda: request.lease is not None)
         assert request.lease is not None and request.lease.resume == done
         deltas += run_to_the_end(engine)
@@ -313,11 +313,11 @@ def test_logprobs_are_those_of_an_engine_that_reads_at_once() -> None:
         for at in range(4)
     ]
     with small() as engine:
-        told = run(engine, many)
+        answered = run(engine, many)
     with small() as engine:
         engine.passing.reads_later = True
         found = run(engine, many)
-    assert [tokens_of(each) for each in found] == [tokens_of(each) for each in told]
+    assert [tokens_of(each) for each in found] == [tokens_of(each) for each in answered]
     assert [sum(len(delta.logprobs) for delta in each) for each in found] == [0, 6, 0, 6]
 
 

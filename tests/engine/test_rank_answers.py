@@ -23,16 +23,16 @@ LOADED = {"digest": "d", "vocab_size": 8, "free_bytes": 0, "kernels": {"attend":
 
 
 class Said(Processes):
-    """Ranks that are no processes: `say` is what the next poll hears, and `told` what they were sent."""
+    """Ranks that are no processes: `say` is what the next poll hears, and `orders` what they were sent."""
 
     def __init__(self) -> None:
         super().__init__(silent_s=20.0)
         self.say: list[tuple[int, Message]] = []
-        self.told: list[Message] = []
+        self.orders: list[Message] = []
         self.answers: list[tuple[int, Message]] = []  # said to the next pass
 
     def send_all(self, message: Message, *, work: bool = False) -> None:
-        self.told.append(message)
+        self.orders.append(message)
         if message.kind == "run":
             self.say += self.answers
 
@@ -88,11 +88,11 @@ def broke(calls: int = 3, **more: Any) -> Message:
 
 @pytest.mark.parametrize("kind", ["loaded", "ready"])
 def test_ranks_that_run_do_not_take_their_memory_anew(workers: RankWorkers, said: Said, kind: str) -> None:
-    told = len(said.told)
+    before = len(said.orders)
     said.say = [(1, Message(kind=kind, fields=LOADED))] * 2
     with pytest.raises(PassesLost, match=f"rank 1 was lost: it says what makes no sense: '{kind}', which it was not asked"):
         workers.tend()
-    assert len(said.told) == told
+    assert len(said.orders) == before
 
 
 def test_a_rank_is_not_ready_before_it_has_memory(started: RankWorkers, said: Said) -> None:
@@ -107,7 +107,7 @@ def test_ranks_that_failed_in_step_go_on(workers: RankWorkers, said: Said) -> No
         workers.compute(NOTHING)
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
     assert workers.compute(NOTHING).tokens == []
-    assert said.told[-1].numbers[1] == 0, "one of them has maybe not read the pass before"
+    assert said.orders[-1].numbers[1] == 0, "one of them has maybe not read the pass before"
 
 
 def test_a_pass_too_long_for_a_message_fails_and_no_rank_is_lost_for_it(
@@ -136,10 +136,10 @@ def test_nobody_goes_on_from_a_pass_whose_answers_nobody_judged(
     workers.wait()
     said.answers = [(0, chose(number=2)), (1, chose(number=2))]
     assert workers.compute(NOTHING).tokens == []
-    assert said.told[-1].numbers[1] == 0
+    assert said.orders[-1].numbers[1] == 0
     said.answers = [(0, chose(number=3)), (1, chose(number=3))]
     workers.compute(NOTHING)
-    assert said.told[-1].numbers[1] == 2, "and goes on from one that went well"
+    assert said.orders[-1].numbers[1] == 2, "and goes on from one that went well"
 
 
 @pytest.mark.parametrize(

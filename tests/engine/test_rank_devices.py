@@ -59,7 +59,7 @@ def test_ranks_on_one_gpu_share_its_memory() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_every_gpu_must_have_room_for_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the first one's room counts for all, nor the ranks of the fullest for each."""
+    """Neither does the first one's memory count for all, nor do the ranks of the fullest count for each."""
     free = {"cuda:0": 100 * GB, "cuda:1": 50 * GB}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 140 * GB))
     check_settings(ranked(device="cuda"))  # by default as much as the one with least has

@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5, Falcon-H1 and Mamba-2 beside transformers."""
+"""Qwen3-Next, Qwen3.5, Falcon-H1 and Mamba-2 compared with transformers."""
 
 from __future__ import annotations
 

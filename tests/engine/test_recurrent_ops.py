@@ -1,4 +1,4 @@
-"""The recurrent ops beside a loop over tokens in float64, wherever a run is cut, and whatever a fresh page holds."""
+"""The recurrent ops compared with a loop over tokens in float64, for every cut of a run and any content of a fresh page."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def drawn(length: int, *, delta: bool, alike: bool = False, channels: bool = Fal
         query=normal(length, KEYS, KEY) / KEY**0.5,
         key=key / key.norm(dim=-1, keepdim=True),
         value=normal(length, HEADS, VALUE),
-        # from heads that forget at once to heads that keep
+        # from heads that decay at once to heads that keep their state
         decay=-(normal(length, HEADS, *[KEY] * channels) - torch.arange(HEADS).view(-1, *[1] * channels)).exp(),
         state=normal(HEADS, KEY, VALUE),
         beta=normal(length, HEADS).sigmoid() if delta else None,
@@ -125,7 +125,7 @@ def test_weak_decays_stay_sharp_behind_strong_ones(delta: bool, channels: bool) 
 
 @pytest.mark.parametrize("strength", [1.0, 30.0, 1000.0])
 def test_channels_that_fade_apart_neither_overflow_nor_blur(strength: float) -> None:
-    """Some forget all within a token and their neighbours nothing within the chunk: no common factor fits both."""
+    """Some channels decay within a token and their neighbours not within the chunk: no common factor fits both."""
     tokens = drawn(3 * CHUNK_TOKENS, delta=True, channels=True)
     decay = torch.full_like(tokens.decay, -1e-4)
     decay[..., ::2] = -strength
@@ -212,7 +212,7 @@ def memory(ssm: str = "fp32", *, garbage: int = 255) -> DevicePages:
 
 
 def points(pages: DevicePages, *segments: tuple[int, int, int]) -> Points:
-    """Of segments given as page, position and length."""
+    """The points of segments given as page, position and length."""
     made = [
         RequestRows(tokens=[0] * length, position=position, prefix_pages=torch.empty(0).numpy(), point_page=page)
         for page, position, length in segments
@@ -247,7 +247,7 @@ def test_singles_and_runs_of_one_pass_each_have_their_own_state(delta: bool, cha
     right = torch.cat([expected[0][0][80:81], expected[1][0][1:2], expected[2][0][:70], expected[3][0][:70]])
     assert (out - right).abs().max() < 5e-6
     assert pages.state_PLRE("ssm")[:, 0].isnan().all(), "the other layer was touched"
-    assert pages.state_PLRE("ssm")[[1, 2, 4, 7]].isnan().all(), "a page of nobody was touched"
+    assert pages.state_PLRE("ssm")[[1, 2, 4, 7]].isnan().all(), "an unassigned page was touched"
 
 
 def test_a_convolution_of_a_pass_keeps_the_inputs_of_each_segment() -> None:

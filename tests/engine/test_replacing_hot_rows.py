@@ -54,7 +54,7 @@ def check_scores(wanted: Wanted) -> None:
 
 @pytest.mark.parametrize("selector", ["dsa", "quest", "clusterkv"])
 def test_scores_that_selected_the_rows_decide_which_others_are_replaced(selector: str) -> None:
-    """Of steps, of the last token of a prompt, and of a few tokens behind a cached one."""
+    """For steps, for the last token of a prompt, and for a few tokens behind a cached one."""
     with made(selector) as engine:
         press(engine)
         seen = watched(engine)

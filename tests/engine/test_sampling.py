@@ -1,4 +1,4 @@
-"""Tokens drawn from logits: as often as they are likely, by the seed and the position alone, whoever is in the batch."""
+"""Tokens drawn from logits: as often as they are likely, by the seed and the position alone, independent of the batch."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_picked_rows_are_attended_to_as_one_by_one(seed: int, block_bytes: int, 
 
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_budget_of_the_whole_length_sees_what_dense_attention_does(name: str) -> None:
-    """Also where somebody beside is longer: those that fit pick all they see."""
+    """Also next to a longer request: the requests that fit pick all they see."""
     scene = scene_of(2)
     query_NHD = scene.made(scene.num_tokens, 6, 8)
     dense_NHV = attend(query_NHD, scene.rows, scene.paging, heads=2, key_dim=8, scale=0.3)

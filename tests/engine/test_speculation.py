@@ -234,8 +234,8 @@ def test_pages_without_a_draft_are_slower_and_say_so(family: str, drafted: str, 
         assert usage_of(undrafted[0]).proposed_tokens == 0
         known += [*prompt(30, seed=2), *tokens_of(undrafted[0])]
         assert engine.cache.explain([*known[:64], 1]).missing_states == {}
-        told = engine.cache.explain([*known, 1])
-        assert told.missing_states == {"draft": 64} and "without draft from token 64 on" in str(told)
+        explained = engine.cache.explain([*known, 1])
+        assert explained.missing_states == {"draft": 64} and "without draft from token 64 on" in str(explained)
         ask = greedy([*known, 5], 12)
         slow = run(engine, [ask])
         assert guesses(slow) == [(0, 0)] and engine.cache.counters["draft_missing"] == 1
@@ -245,7 +245,7 @@ def test_pages_without_a_draft_are_slower_and_say_so(family: str, drafted: str, 
         branch = run(engine, [greedy([*known[:64], 7], 12)])  # from where all of it is there
         assert guesses(branch)[0][0] > 0 and engine.cache.counters["draft_missing"] == 1
     with engine_for(family, drafted, **settings) as engine:  # the mark is in the pages
-        assert engine.cache.explain([*known, 1]).missing_states == {}, "nobody has looked yet"
+        assert engine.cache.explain([*known, 1]).missing_states == {}, "the draft's rows were not checked yet"
         check_same(run(engine, [ask]), cold)
         assert engine.cache.counters["draft_missing"] == 1
         assert engine.cache.explain([*known, 1]).missing_states == {"draft": 64}
@@ -261,8 +261,8 @@ def test_with_many_requests_drafting_pauses_and_does_not_go_on_over_the_gap(fami
         check_same(played, expected)
         assert engine.cache.counters["draft_paused"] >= 2
         alone = [*asks[0].tokens, *tokens_of(played[0])]
-        told = engine.cache.explain([*alone, 1])
-        assert list(told.missing_states) == ["draft"] and 30 <= told.missing_states["draft"] < 48
+        explained = engine.cache.explain([*alone, 1])
+        assert list(explained.missing_states) == ["draft"] and 30 <= explained.missing_states["draft"] < 48
         assert usage_of(played[0]).proposed_tokens < 4 * 4, "it went on alone, over a gap"
         resumed = run(engine, [greedy([*alone, 3], 8)])
         assert guesses(resumed) == [(0, 0)] and engine.cache.counters["draft_missing"] == 1
@@ -272,7 +272,7 @@ def test_with_many_requests_drafting_pauses_and_does_not_go_on_over_the_gap(fami
 
 
 def test_a_prompt_is_not_drafted_again_where_others_computed_it() -> None:
-    """Two requests, one of them without a draft, share a prompt: whoever comes first is who is cached."""
+    """Two requests, one of them without a draft, share a prompt: the one that comes first is cached."""
     tokens = prompt(60)
     with engine_for("llama", "llama") as engine:
         played = run(engine, [replace(greedy(tokens, 4), speculate=False), greedy([*tokens, 9], 12)])

@@ -38,7 +38,7 @@ def engine_for(selector: str, family: str = "llama", **settings: Any) -> Engine:
 
 
 def alone(selector: str, asks: list[GenerateRequest]) -> list[list[int]]:
-    """What each answer is with nobody beside it, nothing cached and all rows on the device."""
+    """What each answer is with no other request, nothing cached and all rows on the device."""
     return [list(_alone(selector, tuple(ask.tokens), ask.sampling)) for ask in asks]
 
 
@@ -76,9 +76,9 @@ def test_without_hot_rows_everything_stays_on_the_device() -> None:
 
 @pytest.mark.parametrize(("selector", "hot_rows"), [("quest", 0), ("clusterkv", 4 * PAGE)])
 def test_rows_of_answers_stay_so_requests_with_long_ones_are_shorter(selector: str, hot_rows: int) -> None:
-    """Rows that were computed picking are published to nobody. The longest answer that is let in can be given."""
+    """Rows computed with a selector are not published to other requests. The longest answer that is admitted can be computed."""
     with engine_for(selector, device_memory="700KiB", hot_rows=hot_rows) as engine:
-        assert BUDGET + 2 * PAGE < engine.max_alone < engine.max_context, "nothing is to be seen otherwise"
+        assert BUDGET + 2 * PAGE < engine.max_alone < engine.max_context, "otherwise the test shows nothing"
         for length in (40, engine.max_alone, engine.max_context - 1):
             tokens, most = prompt(length), engine._builder.most_tokens(greedy(prompt(length)))
             assert engine.max_alone <= most <= engine.max_context
@@ -148,7 +148,7 @@ def test_answers_are_the_same_whatever_is_shed_preempted_and_aborted(selector: s
 @pytest.mark.parametrize("hot_rows", [0, 8 * PAGE])
 @pytest.mark.parametrize("draft_tokens", [3, 10])
 def test_guesses_are_verified_over_rows_on_the_host(hot_rows: int, draft_tokens: int) -> None:
-    """Several query rows of a request pick together; so many of them that they are staged, too. Draft rows stay on the device."""
+    """Several query rows of a request pick together, enough of them to be staged, too. Draft rows stay on the device."""
     asks = [greedy(prompt(length, seed=length), 24) for length in (40, 180, 250)]
     settings = DEFAULTS | {"sparse": "quest", "sparse_budget": BUDGET, "draft_tokens": draft_tokens, "limits": LIMITS}
     made = short(checkpoint("llama"))
@@ -188,7 +188,7 @@ def test_a_played_step_finds_rows_where_they_are_when_it_is_played(
 
 
 def test_keys_of_a_unit_that_a_step_completes_are_read_where_they_were_written() -> None:
-    """Of units that single tokens complete, while pages before them are on the host: the summaries of engines without a host."""
+    """Single tokens complete units while earlier pages are on the host: the summaries equal those of engines without a host."""
     tokens = prompt(250, seed=3)
     kept: list[torch.Tensor] = []
     for hot_rows in (None, 0):
@@ -206,7 +206,7 @@ def test_keys_of_a_unit_that_a_step_completes_are_read_where_they_were_written()
 
 
 def test_single_tokens_of_prompts_are_looked_at_a_few_requests_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their rows are copied whole for it, and nobody counts that memory."""
+    """Their rows are copied whole for it, and that memory is not counted."""
     known = prompt(20 * PAGE, seed=1)
     asks = [greedy([*known, token], 3) for token in range(1, 7)]
     expected, gathered = alone("quest", asks), list[int]()

@@ -79,7 +79,7 @@ def test_a_device_without_room_beside_hot_rows_is_refused() -> None:
 
 
 def test_hot_rows_are_no_more_than_the_longest_request_has_tokens() -> None:
-    """More would be room that nobody can use, and too much of it for this device."""
+    """More would be memory that no request can use, and too much of it for this device."""
     with engine_for("deepseek_v32", hot_rows=10**6) as engine:
         press(engine)
         found = report(engine)
@@ -375,7 +375,7 @@ def test_figures_that_come_late_are_in_the_next_report(monkeypatch: pytest.Monke
 
 
 class Late:
-    """An event that has passed when somebody says so."""
+    """An event that has passed when the test says so."""
 
     done = True
 

@@ -1,4 +1,4 @@
-"""When things go wrong in the engine: one request's trouble is its own, nobody waits for ever, and nothing wrong is answered."""
+"""Failures in the engine: each stays with its own request, no request waits for ever, and no answer is wrong."""
 
 from __future__ import annotations
 
@@ -91,13 +91,13 @@ def test_a_request_that_cannot_be_leased_ends_alone(monkeypatch: pytest.MonkeyPa
 
         def failing(match: Any, **more: Any) -> Any:
             if match.prompt_tokens == 33:
-                raise RuntimeError("something nobody thought of")
+                raise RuntimeError("something unforeseen")
             return acquire(match, **more)
 
         monkeypatch.setattr(engine.cache, "acquire", failing)
         played = run(engine, [greedy(prompt(33)), greedy(prompt(34))])
     assert [deltas[-1].finish for deltas in played] == [Finish.FAILED, Finish.LENGTH]
-    assert "nobody thought of" in str(played[0][-1].error)
+    assert "something unforeseen" in str(played[0][-1].error)
 
 
 def test_copies_of_state_that_always_fail_do_not_keep_a_request_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,11 +238,11 @@ def test_a_store_that_fails_is_told_in_the_log_with_the_reason_and_when_it_is_us
 def test_what_fails_a_hundred_times_a_second_is_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), small() as engine:
         clock = ManualClock()
-        told = TroubleLog(engine.cache, clock)
+        log = TroubleLog(engine.cache, clock)
         for number in range(300):
-            told.after_step([f"failure {number}", f"failure {number} and a half"])
+            log.after_step([f"failure {number}", f"failure {number} and a half"])
             clock.advance(0.5)
-        told.after_step([])
+        log.after_step([])
     assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
         "2, the last of them: failure 0 and a half",
         "240, the last of them: failure 120 and a half",

@@ -56,11 +56,11 @@ def test_what_an_answer_left_in_the_cache_is_resumed_to_the_same_answer(family: 
     """Checkpoints in an answer are taken before the next pass overwrites what they are of."""
     first = greedy(prompt(30), 90)
     with small(family) as engine:
-        told = tokens_of(run(engine, [first])[0])
-        follow = greedy([*first.tokens, *told, *prompt(5, seed=9)], 20)
+        answered = tokens_of(run(engine, [first])[0])
+        follow = greedy([*first.tokens, *answered, *prompt(5, seed=9)], 20)
         expected = tokens_of(run(engine, [follow])[0])
     with ahead(family) as engine:
-        assert tokens_of(run(engine, [first])[0]) == told
+        assert tokens_of(run(engine, [first])[0]) == answered
         (deltas,) = run(engine, [follow])
         assert tokens_of(deltas) == expected
         assert deltas[-1].usage is not None and deltas[-1].usage.sources.computed < len(follow.tokens) // 2
@@ -165,7 +165,7 @@ def test_a_request_that_cannot_begin_is_told_so_while_others_go_on(monkeypatch: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_tokens_of_a_lease_that_was_given_back_are_dropped(temperature: float) -> None:
-    """Its request begins again with another one, whose pages nobody computed."""
+    """Its request begins again with another lease, whose pages are not computed yet."""
     ask = GenerateRequest(tokens=prompt(20), sampling=Sampling(max_tokens=30, temperature=temperature, seed=5))
     with small() as engine:
         expected = tokens_of(run(engine, [ask])[0])

@@ -86,18 +86,18 @@ def scaled_by_hand(tensor: torch.Tensor, scale: torch.Tensor, rows: int, columns
 
 def taken(
     tensor: torch.Tensor, scale: torch.Tensor, *, block: tuple[int, int] | None = None, name: str = "a.weight",
-    beside: str = "a.weight_scale_inv", dtype: torch.dtype = torch.float32,
+    scale_name: str = "a.weight_scale_inv", dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:  # fmt: skip
-    weights = Weights(HeldTensors({name: tensor, beside: scale}), dtype=dtype, device="cpu", block=block)
+    weights = Weights(HeldTensors({name: tensor, scale_name: scale}), dtype=dtype, device="cpu", block=block)
     made = weights.take(name, *tensor.shape)
     weights.finish()  # the scale counts as used
     return made
 
 
-@pytest.mark.parametrize("beside", ["a.weight_scale_inv", "a.weight_scale", "a.scale"])
-def test_eight_bits_are_multiplied_by_their_scales(beside: str) -> None:
+@pytest.mark.parametrize("scale_name", ["a.weight_scale_inv", "a.weight_scale", "a.scale"])
+def test_eight_bits_are_multiplied_by_their_scales(scale_name: str) -> None:
     tensor, scale = eight(6, 8), scales(3, 2)
-    assert taken(tensor, scale, block=(2, 4), beside=beside).equal(scaled_by_hand(tensor, scale, 2, 4))
+    assert taken(tensor, scale, block=(2, 4), scale_name=scale_name).equal(scaled_by_hand(tensor, scale, 2, 4))
 
 
 @pytest.mark.parametrize("block", [(128, 128), None])
@@ -128,7 +128,7 @@ def test_scales_may_be_powers_of_two_in_a_byte() -> None:
 
 def test_experts_in_one_tensor_have_their_scales_in_one() -> None:
     tensor, scale = eight(3, 5, 6), scales(3, 3, 2)
-    made = taken(tensor, scale, block=(2, 4), name="experts.gate_up_proj", beside="experts.gate_up_proj_scale_inv")
+    made = taken(tensor, scale, block=(2, 4), name="experts.gate_up_proj", scale_name="experts.gate_up_proj_scale_inv")
     assert made.equal(torch.stack([scaled_by_hand(tensor[each], scale[each], 2, 4) for each in range(3)]))
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler tells workers arrives as it was meant, and what cannot be meant is refused before anything is touched."""
+"""The scheduler's messages arrive at workers unchanged, and a message without a meaning is refused before anything is touched."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def a_step(before: RequestRows, token: int, **more: Any) -> RequestRows:
     return before._replace(**(further | more))
 
 
-def plain(*told: RequestRows) -> Pass:
-    return Pass(rows=told, choosing=[Choosing()] * sum(each.num_logits for each in told))
+def plain(*given: RequestRows) -> Pass:
+    return Pass(rows=given, choosing=[Choosing()] * sum(each.num_logits for each in given))
 
 
 def told_in(message: Message) -> int:
-    """How many requests a pass tells whole."""
+    """How many requests a pass sends whole."""
     return message.numbers[4]
 
 

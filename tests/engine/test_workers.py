@@ -147,7 +147,7 @@ def test_a_rank_killed_amid_copies_leaves_the_cache_sound(engine: Engine) -> Non
 
 
 def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Ctrl-C does in a script: the ranks finish that pass, and what they say of it is nobody's answer."""
+    """As Ctrl-C does in a script: the ranks finish that pass, and no request gets what they say of it."""
     asked = [prompt(100), prompt(100, seed=3)]
     expected = answers(engine, asked)
     workers = workers_of(engine)
@@ -160,7 +160,7 @@ def test_a_pass_that_somebody_interrupts_is_not_taken_for_the_next_one(engine: E
     monkeypatch.setattr(workers, "_await_answers", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(prompt(100, seed=9), max_tokens=20)
-    assert workers._await_answers == wait and not workers._answers.open, "it was waited for before pages are given back"
+    assert workers._await_answers == wait and not workers._answers.open, "the engine waited for it before it released pages"
     same(answers(engine, asked), expected)
     assert engine.ranks is not None and engine.ranks.losses == 0
     settle(engine.cache)
@@ -221,7 +221,7 @@ def test_a_rank_that_cannot_start_says_why(root: Path) -> None:
 
 
 def send_instead(engine: Engine, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> None:
-    """Tells some ranks a token, in the next pass, that the model does not know."""
+    """Sends some ranks a token, in the next pass, that the model does not know."""
     workers = workers_of(engine)
 
     def send_all(message: Message) -> None:
@@ -297,17 +297,17 @@ def test_nobody_asks_without_end_while_ranks_are_down(engine: Engine) -> None:
 def test_closing_does_not_wait_for_copies_of_a_rank_that_is_gone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = open_engine("gemma3", root, 2)
     workers, send_all = workers_of(engine), workers_of(engine).send_all
-    told: list[Message] = []
+    copies: list[Message] = []
 
     def stop_before_copies(message: Message) -> None:
         if message.kind == COPY:
             os.kill(workers.pids[1], signal.SIGSTOP)
-            told.append(message)
+            copies.append(message)
         send_all(message)
 
     monkeypatch.setattr(workers, "send_all", stop_before_copies)
     engine.submit(GenerateRequest(tokens=prompt(300)))
-    run_until(engine, lambda: bool(told))
+    run_until(engine, lambda: bool(copies))
     os.kill(workers.pids[1], signal.SIGKILL)
     began_s = monotonic()
     engine.close()

@@ -1,4 +1,4 @@
-"""What FlashInfer is told of latents, with something in its place that computes what the library says it does.
+"""The arguments that FlashInfer gets for latents, with a stand-in that computes what the library says it does.
 
 Rows are gathered by Triton: on the GPU where there is one, interpreted on the CPU elsewhere.
 """
@@ -99,7 +99,7 @@ def in_eight_bits(scene: Scene) -> Rows:
 
 
 def picks(scene: Scene, count: int, seed: int) -> Selection:
-    """Random ones, some of which may not be seen; None where there are no more than that."""
+    """Random rows, some of them beyond what may be seen; None where there are no more than that."""
     random, made = Random(seed), []
     for part in scene.paging.parts:
         mask_XT = part.mask_BT if hasattr(part, "mask_BT") else part.mask_NT

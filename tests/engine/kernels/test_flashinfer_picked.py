@@ -1,4 +1,4 @@
-"""What FlashInfer is told of picked rows, with something in its place that computes what the library says it does.
+"""The arguments that FlashInfer gets for picked rows, with a stand-in that computes what the library says it does.
 
 Rows are gathered by Triton: on the GPU where there is one, interpreted on the CPU elsewhere.
 """
@@ -31,7 +31,7 @@ from stepwell.engine.ops.on_flashinfer.picked import FlashInferPicked
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE, WIDTH, TOLERANCE = 0.2, 64, 0.06  # plain torch rounds scores to bf16 where there is a cap
 BATCHES = [
-    ((40, 70, 55, 30), (1, 1, 1, 20)),  # all singles pick, and a prompt is read beside them
+    ((40, 70, 55, 30), (1, 1, 1, 20)),  # all singles pick, and a prompt is read in the same pass
     ((60, 10, 44), (1, 1, 1)),  # one of them sees no more than it may pick
     ((90, 33, 50, 0), (1, 7, 25, 12)),  # one run picks, the others do not
     ((80, 77), (6, 9)),

@@ -1,4 +1,4 @@
-"""Whole models with Triton's kernels and rows in eight bits, beside plain torch: in the interpreter, unless there is a GPU."""
+"""Whole models with Triton's kernels and rows in eight bits, compared with plain torch: interpreted, unless there is a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's kernels between products, beside plain torch: on the CPU in Triton's interpreter."""
+"""Triton's kernels between products, compared with plain torch: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's recurrences beside plain torch: on the CPU in Triton's interpreter."""
+"""Triton's recurrences compared with plain torch: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ recur = Recurrence(recurrent.recur_runs, triton_ssd.recur_runs)
 
 
 def same_pages(one: Scene, other: Scene, name: str) -> None:
-    """All of them: pages of nobody and other layers are as they were."""
+    """Every page: unassigned pages and other layers are as they were."""
     ours, theirs = other.pages.state_PLRE(name), one.pages.state_PLRE(name)
     torch.testing.assert_close(ours, theirs, equal_nan=True, **(CLOSE if one.shape.kept == "fp32" else ROUNDED))
 
@@ -73,10 +73,10 @@ def test_what_never_fades_and_what_fades_at_once(rule: str, strength: float) -> 
 
 def test_very_long_and_very_short_steps() -> None:
     shape = Shape(rule="head", lengths=(1,), fresh=(False,))
-    for told in (-60.0, -12.0, -4.0, 0.0, 19.0, 21.0, 60.0):
+    for step in (-60.0, -12.0, -4.0, 0.0, 19.0, 21.0, 60.0):
         one, other = (Scene(shape, device=DEVICE) for _ in range(2))
         tokens = one.tokens()
-        steps = replace(tokens.steps, raw=torch.full_like(tokens.steps.raw, told))
+        steps = replace(tokens.steps, raw=torch.full_like(tokens.steps.raw, step))
         tokens = replace(tokens, steps=steps)
         torch.testing.assert_close(recur(other.points, LAYER, tokens), recurrent.recur(one.points, LAYER, tokens), **CLOSE)
 

@@ -1,4 +1,4 @@
-"""Rows in eight bits by Triton, beside plain torch: the same bytes written, the same numbers read. On the CPU interpreted."""
+"""Rows in eight bits by Triton, compared with plain torch: the same bytes written, the same numbers read. Interpreted on CPUs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 4
 
 
 def arena(kept: RowFormat, channels: int, pages: int = 9) -> Rows:
-    """One layer of three, as an arena has them; what nobody has written is all ones."""
+    """One layer of three, as an arena has them; unwritten rows are all ones."""
     if isinstance(kept, Plain):
         stored = torch.full((pages, 3, PAGE, channels), torch.nan, device=DEVICE)
     else:
@@ -35,7 +35,7 @@ def arena(kept: RowFormat, channels: int, pages: int = 9) -> Rows:
 
 
 def some_rows(count: int, channels: int, seed: int) -> torch.Tensor:
-    """Of all sizes, with zeros, ties and powers of two among them."""
+    """Rows of all magnitudes, with zeros, ties and powers of two among them."""
     random = torch.Generator().manual_seed(seed)
     x_NC = torch.randn((count, channels), generator=random) * 2.0 ** torch.randint(-30, 30, (count, 1), generator=random)
     x_NC[0] = 0
@@ -99,9 +99,9 @@ def test_gathered_rows_are_those_of_plain_torch(kept: RowFormat, every: bool) ->
 
 
 def scattered(rows: Rows, seed: int, far: str | None = None) -> Rows:
-    """The same rows under prefix pages: a third in pages of their own, the others on the host, of which some in hot slots too.
+    """The same rows under prefix pages: a third in pages of their own, the others on the host, some of these in hot slots too.
 
-    What is nobody's on the device holds no numbers. Some of the pages may lie `far` apart.
+    Unassigned rows on the device hold no numbers. Some of the pages may lie `far` apart.
     """
     random, (pages, size, width), stored = Random(seed), rows.stored_PRE.shape, rows.stored_PRE
     device = spread((pages + 3, 3, size, width), stored.dtype, far=far == "rows", device=DEVICE)

@@ -1,4 +1,4 @@
-"""Index scores and the best of them by Triton, beside plain torch: on the CPU in Triton's interpreter."""
+"""Index scores and the best of them by Triton, compared with plain torch: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_singles_of_any_length_are_scored_by_programs_of_several_blocks(
     expected = (weight_XH[:, :, None] * product_BHT).sum(1) + part.mask_BT
     table_BP = part.table_BP.clone()
     for row, length in enumerate((701, 4, 131, 64)):
-        table_BP[row, -(-length // 16) :] = 1 << 40  # nobody may go there
+        table_BP[row, -(-length // 16) :] = 1 << 40  # the kernel must not follow these
     made = fast.scores(query_XHD, weight_XH, rows, table_BP, part.position_B)
     assert made[0, 20 * 16 + 5] == torch.inf
     torch.testing.assert_close(made, expected.nan_to_num(nan=torch.inf, neginf=-torch.inf), rtol=1e-4, atol=1e-3)
@@ -94,7 +94,7 @@ def test_singles_of_any_length_are_scored_by_programs_of_several_blocks(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_scores_are_handed_on_for_singles_and_the_last_of_every_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many queries are scored at a time; and none where nobody asks for them."""
+    """For any number of queries that are scored at a time; and none where no caller requests them."""
     scene = scene_of(seed)
     query_NHD, weight_NH = scene.made(scene.num_tokens, 3, scene.rows.stored_PRE.shape[2]), scene.made(scene.num_tokens, 3)
     given = query_NHD, weight_NH, scene.rows, scene.paging

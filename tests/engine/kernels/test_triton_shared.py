@@ -1,4 +1,4 @@
-"""Windows, entries and sinks by Triton, beside plain torch: on the CPU in Triton's interpreter."""
+"""Windows, entries and sinks by Triton, compared with plain torch: on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 

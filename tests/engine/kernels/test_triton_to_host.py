@@ -16,7 +16,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("count", [1, 64, 300, 0])
 def test_numbers_come_to_the_host_as_they_are(count: int) -> None:
     by_kernel = TritonToHost()
-    lists = [torch.randint(-(2**40), 2**40, (count, 2), device=DEVICE)[:, 0] for _ in range(5)]  # not beside one another
+    lists = [torch.randint(-(2**40), 2**40, (count, 2), device=DEVICE)[:, 0] for _ in range(5)]  # not contiguous
     read = [by_kernel(numbers) for numbers in lists]
     assert [each.read() for each in read] == [numbers.tolist() for numbers in lists]
     assert [to_host(numbers).read() for numbers in lists] == [numbers.tolist() for numbers in lists]

@@ -67,8 +67,8 @@ def is_quantized(name: str) -> bool:
 
 def write(path: Path, model: Any, tensors: Tensors, **quantization: object) -> Path:
     """Shards in which a tensor and its scale are seldom together."""
-    told = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **quantization}
-    (path / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": told}))
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", **quantization}
+    (path / "config.json").write_text(json.dumps(model.config.to_dict() | {"quantization_config": settings}))
     places = {name: f"model-{number % SHARDS + 1:05}-of-{SHARDS:05}.safetensors" for number, name in enumerate(tensors)}
     for file in set(places.values()):
         save_file({name: tensor for name, tensor in tensors.items() if places[name] == file}, path / file)

@@ -1,7 +1,7 @@
 """Requests that wait for a fetch which was sent for another one's prompt: what does not come is noted by those whose it is.
 
 A note for a boundary beyond the end of a shorter prompt broke the step that was to take it. What else the store had answered by
-then was lost: those operations were never said to have ended, and nobody gave up on them.
+then was lost: those operations were never reported as ended, and they were never abandoned.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_abort_at_any_moment_gives_everything_back(moment: str) -> None:
 
 @pytest.mark.parametrize("write", [WritePolicy.THROUGH, WritePolicy.EXCLUSIVE])
 def test_failed_save_then_eviction_is_a_miss_and_says_why(write: WritePolicy) -> None:
-    """F2: a copy that failed does not count as one: when the device lets go, the prompt is computed again."""
+    """F2: a copy that failed does not count as one: when the device evicts its page, the prompt is computed again."""
     rig = Rig(HYBRID, host_pages=64, write=write)
     prompt = text(1, 17)
     lease = rig.ready(prompt)
@@ -59,7 +59,7 @@ def test_failed_save_then_eviction_is_a_miss_and_says_why(write: WritePolicy) ->
     rig.evict_idle(Tier.DEVICE)
     while rig.executor.pending:
         report = rig.fail_all()
-        assert report.failures and "told to fail" in report.failures[0]
+        assert report.failures and "made to fail" in report.failures[0]
         rig.cache.audit()
         rig.evict_idle(Tier.DEVICE)
     assert rig.restore(prompt) == 0
@@ -85,7 +85,7 @@ def test_refused_acquire_leaves_everything_as_it_was() -> None:
 
 
 def test_commit_without_room_for_a_second_point_keeps_the_request_going() -> None:
-    """F3: the state is only handed over when the request can get a copy; without room it stays the request's alone."""
+    """F3: the state is only handed over when the request can get a copy; without space it stays the request's alone."""
     rig = Rig(FULL_POINT, device_pages=6)  # five prefix pages and one point
     lease = rig.ready(text(1, 17))
     mine = lease.point_pages.tolist()
@@ -150,7 +150,7 @@ def test_long_session_resumes_at_the_end_of_its_last_turn() -> None:
 
 
 def test_pressure_for_checkpoints_takes_little_of_the_prefix() -> None:
-    """G4: many checkpoints asking for room give up checkpoints, and at most a slab's worth of prefix pages a time."""
+    """G4: many checkpoints that request space evict checkpoints, and at most a slab's worth of prefix pages a time."""
     big = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=4 * OBJECT_BYTES, dtype="u8")
     rig = Rig(model(KV, big), device_pages=256)
     rig.serve(text(1, 4 * 100 + 1))

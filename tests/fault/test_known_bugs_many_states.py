@@ -19,7 +19,7 @@ PAGES = 4
 
 
 def _plant(rig: Rig, *, arrived: set[int], checkpoints: set[int], complete: set[int]) -> int:
-    """A path of PAGES pages of which some have arrived, with checkpoints of which some are complete; where it resumes."""
+    """A path of PAGES pages, some of them arrived, with checkpoints, some of them complete; returns where it resumes."""
     arena = rig.state.arena(Tier.DEVICE)
     packed = pack(text(1, PAGES * 4 + 1))
     pages = arena.alloc({Kind.PREFIX: PAGES})[Kind.PREFIX]
@@ -86,7 +86,7 @@ def test_kv_and_its_index_arrive_together_or_not_at_all() -> None:
 
 
 def test_draft_rows_travel_in_the_page_of_the_model_they_draft_for() -> None:
-    """H3: a draft's rows cannot be forgotten on the way down or up: they are a part of the same page."""
+    """H3: a draft's rows cannot be lost on the way down or up: they are a part of the same page."""
     draft = StateSpec(name="draft", shape=Prefix(), layers=1, row_bytes=8, dtype="u8", required=False)
     rig = Rig(model(KV, draft), device_pages=256, host_pages=256)
     rig.serve(text(1, 17))

@@ -1,4 +1,4 @@
-"""Known bugs of earlier systems, groups A and B: who owns a page, and who lets go of it."""
+"""Known bugs of earlier systems, groups A and B: who owns a page, and who releases it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toys import ALL_MODELS, FULL, FULL_WINDOW, HYBRID, KV, OBJECT_BYTES, Rig, m
 
 
 def test_dropping_a_prefix_leaves_window_pages_that_changed_hands_alone() -> None:
-    """A1: giving up a path must not give up window pages that were freed before and belong to somebody else by now."""
+    """A1: evicting a path must not free window pages that were freed before and belong to another request by now."""
     rig = Rig(FULL_WINDOW)
     old = text(1, 17)
     rig.serve(old)
@@ -55,7 +55,7 @@ def test_pages_let_go_during_a_copy_are_free_once_it_ends() -> None:
 @pytest.mark.parametrize("page_tokens", [1, 4, 8])
 @pytest.mark.parametrize("prompt", range(1, 18))
 def test_partial_tail_page_is_given_back_once(page_tokens: int, prompt: int) -> None:
-    """A3: a prompt that ends inside a page owns that page once, and gives it back once."""
+    """A3: a prompt that ends inside a page owns that page once, and frees it once."""
     rig = Rig(model(KV, page_tokens=page_tokens))
     lease = rig.ready(text(1, prompt))
     rig.prefill(lease)
@@ -115,7 +115,7 @@ def test_window_pages_given_back_never_return_in_a_later_checkpoint(window: int)
         assert lease.first_window == max(upto - window, 0) // rig.spec.window_page_tokens
         rig.engine.check(lease)
     rig.cache.release(lease)
-    rig.serve(text(2, 65))  # takes the pages that were given back
+    rig.serve(text(2, 65))  # takes the pages that were freed
     assert rig.serve(prompt).device == 32
 
 
@@ -224,7 +224,7 @@ def test_a_lease_is_given_back_exactly_once() -> None:
     other = rig.ready(prompt)
     with rig.ready(prompt) as lease:
         rig.cache.release(lease)
-    with pytest.raises(LeaseError, match="given back already"):
+    with pytest.raises(LeaseError, match="already, or belongs to another cache"):
         rig.cache.release(lease)
     rig.cache.audit()
     rig.engine.check(other)

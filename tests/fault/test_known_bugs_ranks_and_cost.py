@@ -21,7 +21,7 @@ from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PA
 
 
 def test_every_rank_runs_the_same_plan_on_the_same_pages() -> None:
-    """I-2: room is found once, by one brain; ranks cannot differ in what they could allocate."""
+    """I-2: space is found once, in one place; ranks cannot differ in what they could allocate."""
     rig = Rig(HYBRID, device_pages=48, host_pages=24, ranks=3)
     seen: list[list[Plan]] = [[], [], []]
     for rank, copy_engine in enumerate(rig.executor._ranks):
@@ -99,7 +99,7 @@ def test_evicting_costs_the_same_in_a_small_and_in_a_large_tree(monkeypatch: pyt
 
 
 def test_busy_nodes_are_looked_at_once_not_at_every_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """K: nodes that requests hold are passed by once; the next request for room does not go through them again."""
+    """K: nodes that requests hold are passed by once; the next request for space does not go through them again."""
     rig = Rig(FULL, device_pages=512)
     leases = []
     for name in range(100):
@@ -111,7 +111,7 @@ def test_busy_nodes_are_looked_at_once_not_at_every_eviction(monkeypatch: pytest
         rig.cache.release(lease)
     rig.idle_check()
     rig.evict_all(Tier.DEVICE)
-    assert rig.used(Tier.DEVICE, Kind.PREFIX) == 0, "what was passed by came back when it was let go"
+    assert rig.used(Tier.DEVICE, Kind.PREFIX) == 0, "what was passed by came back when its lease was released"
 
 
 def test_touching_what_is_cached_costs_the_order_nothing() -> None:
@@ -126,7 +126,7 @@ def test_touching_what_is_cached_costs_the_order_nothing() -> None:
 
 
 def test_an_impossible_request_evicts_nothing() -> None:
-    """K: a prompt that can never fit is refused at once, and costs nobody anything."""
+    """K: a prompt that can never fit is refused at once, and costs no other request anything."""
     for host_pages in (None, 64):
         rig = Rig(HYBRID, device_pages=64, host_pages=host_pages)
         rig.serve(text(1, 17))
@@ -147,7 +147,7 @@ def test_host_smaller_than_device_still_serves(write: WritePolicy) -> None:
 
 
 def test_memory_moves_between_kinds_without_a_ratio() -> None:
-    """L: nobody sets aside room for points: one tier is all prefix pages now, and mostly checkpoints later."""
+    """L: no memory is reserved for points: one tier is all prefix pages now, and mostly checkpoints later."""
     big = StateSpec(name="ssm", shape=Point(), layers=1, row_bytes=8 * OBJECT_BYTES, dtype="u8")
     rig = Rig(model(KV, big), device_pages=256)
     rig.serve(text(1, 4 * 230 + 1))

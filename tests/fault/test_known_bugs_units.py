@@ -69,7 +69,7 @@ def test_rows_pooled_over_several_pages_survive_a_split_between_them() -> None:
 
 @pytest.mark.parametrize("answer", range(1, 14))
 def test_an_answer_of_any_length_leaves_a_whole_window_for_the_next_turn(answer: int) -> None:
-    """C2: pages of the window are given back behind the request, never so many that its last boundary lacks some."""
+    """C2: pages of the window are freed behind the request, but never those that its last boundary needs."""
     rig = Rig(model(KV, swa(6)), placement=PlacementConfig(interval_tokens=0, decode_interval_tokens=4))
     prompt = text(1, 10)
     rig.serve(prompt, answer=text(2, answer))

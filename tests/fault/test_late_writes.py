@@ -1,4 +1,4 @@
-"""A transfer that failed is not always over: bytes may still arrive in its pages. Nobody else gets those pages meanwhile."""
+"""A transfer that failed is not always over: bytes may still arrive in its pages. Until then they go to no other request."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PROMPT, OTHER = text(1, 10 * PAGE + 1), text(2, 10 * PAGE + 1)
 
 
 class Late(Wrapper):
-    """Reads that begin when told to fail do so at once, and their bytes land whenever the test says."""
+    """Reads that must fail do so at once, and their bytes land whenever the test says."""
 
     def __init__(self, store: Store, *, late_write_s: float = LATE_S) -> None:
         super().__init__(store)
         self.late_write_s = late_write_s
-        self.fails: Callable[[int, int], bool] = lambda index, reads: True  # which of so many reads
+        self.fails: Callable[[int, int], bool] = lambda index, reads: True  # which of the reads, by index and number
         self.lacks: Callable[[int, int], bool] = lambda index, reads: False
         self.outcome: ReadOutcome | None = ReadOutcome.FAILED  # or None: the whole call is an error
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Somebody who can write to the store and has no key tries everything: all it comes to is misses.
+"""An attacker who can write to the store and has no key tries everything: the only result is misses.
 
 The attacker here reads and writes any value, knows every format, and stamps what it likes with keys of its own. Every byte
 that a request is served from is checked (`Rig.ready`), so what is not a miss would be seen.
@@ -259,7 +259,7 @@ def test_a_value_put_in_anothers_place_is_a_miss(renamed: bool) -> None:
 @pytest.mark.parametrize("change", [{"salt": "x"}, {"tenant": "x"}, {"adapter": "x"}, {"model": "x"}], ids=str)
 @pytest.mark.parametrize("spec", [FULL, HYBRID], ids=["pages", "checkpoints"])
 def test_values_moved_from_another_namespace_are_misses(spec: ModelSpec, change: dict[str, str], renamed: bool) -> None:
-    """Somebody else's values of the same keys: as if the attacker had talked a server into computing them for it."""
+    """Values of another tenant under the same keys: as if the attacker had talked a server into computing them for it."""
     store, here = filled(spec), rig(spec, MemoryStore())
     mine = here.store_workers[0].space(here.cache.namespace).digest
     theirs = here.store_workers[0].space(replace(here.cache.namespace, **change))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """A store that is slow or broken never makes a workload more than 5 % slower than having none. On a virtual clock.
 
-Sessions come back at random, some soon and some after memory has forgotten them. Time spent waiting for the store is also
-looked at by itself: a broken store that changes what memory forgets could hide it in the total.
+Sessions come back at random, some soon and some after memory has evicted them. Time spent waiting for the store is also
+looked at by itself: a broken store that changes what memory evicts could hide it in the total.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Life:
         return outcomes[ReadOutcome.FOUND]
 
     def fill(self, *, but_bytes: int = 0) -> None:
-        """Somebody else takes what is left of the disk."""
+        """Another program takes what is left of the disk."""
         with (self.disk / "else").open("wb", buffering=0) as file:
             try:
                 while file.write(bytes(65536)):
@@ -93,7 +93,7 @@ class Life:
 
 def smaller_than_its_budget(life: Life) -> None:
     store = life.open()
-    assert life.write(store, 600) == {WriteOutcome.STORED: 600}, "old values make room for new ones"
+    assert life.write(store, 600) == {WriteOutcome.STORED: 600}, "old values make space for new ones"
     assert store.counters.snapshot()["disk_full"] > 0
     kept = life.read(store)
     assert kept * VALUE_BYTES > DISK_BYTES / 3
@@ -111,19 +111,19 @@ def filled_by_others(life: Life) -> None:
     assert life.write(store, 300) == {WriteOutcome.STORED: 300}, "it goes on in the segments it has"
     kept = life.read(store)
     assert kept > 0
-    store.close()  # there is no room for a snapshot
+    store.close()  # there is no space for a snapshot
     store = life.open()
     assert life.read(store) >= kept
     store.close()
 
 
 def too_full_to_begin(life: Life) -> None:
-    life.fill(but_bytes=MIB)  # room for the log's small files, and for no segment
+    life.fill(but_bytes=MIB)  # space for the log's small files, and for no segment
     store = life.open()
     assert life.write(store, 3) == {WriteOutcome.NO_ROOM: 3} and life.read(store) == 0
     assert store.counters.snapshot()["no_room"] == 3
     (life.disk / "else").unlink()
-    assert life.write(store, 3) == {WriteOutcome.STORED: 3} and life.read(store) == 3, "it goes on when there is room"
+    assert life.write(store, 3) == {WriteOutcome.STORED: 3} and life.read(store) == 3, "it goes on when there is space"
     store.close()
 
 

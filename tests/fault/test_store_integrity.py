@@ -103,7 +103,7 @@ def test_a_value_of_another_namespace_is_a_miss() -> None:
     def replace_one(store: MemoryStore) -> None:
         here = rig(FULL, MemoryStore())
         worker = StoreWorker(store, here.memories[0][Tier.HOST])
-        other = worker.space(replace(here.cache.namespace, salt="somebody else"))
+        other = worker.space(replace(here.cache.namespace, salt="another tenant"))
         digest, key = name_of(store, 4)
         data = b"x" * len(store._values[digest, key].data)
         store._values[digest, key] = replace(store._values[digest, key], data=data, stamp=seal(other, key, data))
@@ -151,7 +151,7 @@ def test_every_object_of_a_checkpoint_that_is_lost_or_damaged_makes_it_a_miss(sp
             explanation = after.cache.explain(PROMPT)
             sources = after.serve(PROMPT, ticket=ticket)
             assert sources.store == 0 and sources.computed == len(PROMPT), f"{act} object {index}"
-            if explanation.cause is Cause.STORE:  # a manifest that is gone was never stored, as far as anybody can tell
+            if explanation.cause is Cause.STORE:  # a missing manifest looks as if it was never stored
                 assert explanation.detail in {ItemStatus.INCOMPLETE.value, ItemStatus.DAMAGED.value}
             else:
                 assert act == "lose" and explanation.cause in (Cause.NO_CHECKPOINT, Cause.NEVER_STORED)

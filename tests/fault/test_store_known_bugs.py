@@ -32,7 +32,7 @@ def fail_ops(here: Rig) -> None:
 
 
 def test_a_cleared_namespace_stays_cleared_for_a_store_that_is_attached_again() -> None:
-    """The bar was the link's: it was forgotten with it."""
+    """The link kept the bar, and dropping the link dropped it."""
     store = filled(FULL)
     here = rig(FULL, store)
     here.cache.clear()
@@ -54,7 +54,7 @@ def test_what_a_store_brought_is_still_held_for_a_ticket_when_the_store_is_gone(
     here = rig(HYBRID, filled(HYBRID))
     ticket = here.fetched(PROMPT)
     here.cache.store.detach()
-    assert len(here.cache.step().detached) == 1 and not here.cache.step().detached, "it is given back once"
+    assert len(here.cache.step().detached) == 1 and not here.cache.step().detached, "it is detached once"
     here.cache.audit()
     here.evict_idle(Tier.HOST)
     assert here.serve(PROMPT, ticket=ticket).store == 10 * PAGE
@@ -84,7 +84,7 @@ def test_every_page_is_stored_as_the_child_of_the_page_before_it() -> None:
 
 
 def test_a_trial_that_is_called_off_does_not_switch_a_store_off_for_ever() -> None:
-    """The breaker waited for an answer to the one request that it had let through, and nobody would ever ask again."""
+    """The breaker waited for an answer to the one request that it had let through, and would never have sent another one."""
     here = rig(FULL, filled(FULL))
     for _ in range(3):
         ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
@@ -119,7 +119,7 @@ def test_room_for_a_fetch_is_not_made_out_of_what_it_stands_on() -> None:
     here.clock.advance(10.0)
     here.serve(text(2, 8 * PAGE))
     here.evict_idle(Tier.DEVICE)
-    ticket = here.fetched(PROMPT)  # six pages, of which two need room, and the oldest are its own
+    ticket = here.fetched(PROMPT)  # six pages: two of them need space, and the oldest are its own
     assert here.serve(PROMPT, ticket=ticket).computed == 1
     here.idle_check()
 

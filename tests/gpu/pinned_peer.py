@@ -1,4 +1,4 @@
-"""A process that maps memory of another, registers it with CUDA, and adds one to every byte of it on the device when told to.
+"""A process that maps memory of another, registers it with CUDA, and on request adds one to every byte of it on the device.
 
 python pinned_peer.py FD SIZE
 """

@@ -110,7 +110,7 @@ def test_matrices_of_real_models(grouped: Any, name: str, tokens: int) -> None:
 @pytest.mark.parametrize("rows", [0, 1_000_000], ids=["torch's grouped product", "tiles"])
 @pytest.mark.parametrize("tokens", [1, 40, 2000])
 def test_both_products_are_near_the_reference(grouped: Any, monkeypatch: Any, tokens: int, rows: int) -> None:
-    """Whichever of them so many rows would get. Half of the experts have none."""
+    """Each of the products, whichever this number of rows would get. Half of the experts have no rows."""
     from stepwell.engine.ops.on_triton import experts as triton_experts
 
     monkeypatch.setattr(triton_experts, "MANY_ROWS", rows)

@@ -76,7 +76,7 @@ def test_latents(kind: str, picked: bool, library) -> None:  # noqa: F811
 
 @pytest.mark.parametrize("which", WHICH)
 def test_rows_on_the_host_are_found_fetched_and_read(which: str) -> None:
-    """Of an odd number of bytes, so that offsets count bytes."""
+    """Rows have an odd number of bytes, so that offsets count bytes."""
     shape = (PAGES, 2, 64, 655)
     host, rows = (spread(shape, far=which == name, device=where) for name, where in (("host", "pinned"), ("rows", "cuda")))
     host.copy_(torch.randint(0, 255, shape, dtype=torch.uint8))

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar on a GPU: those of the CPU, many in one pass, with a draft, and beside requests without one."""
+"""Constrained decoding on a GPU: the answers of the CPU, many in one pass, with a draft, and next to unconstrained requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer's attention beside plain torch, over pages that lie anywhere: ragged batches, page edges, windows, sinks."""
+"""FlashInfer's attention compared with plain torch, over scattered pages: ragged batches, page edges, windows, sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents, picked rows, rows in eight bits and DeepSeek-V4's entries on a GPU, beside plain torch; then whole models.
+"""Latents, picked rows, rows in eight bits and DeepSeek-V4's entries on a GPU, compared with plain torch; then whole models.
 
 The tests of Triton's kernels in `tests/engine/kernels` run on the GPU too where there is one, in fp32.
 """
@@ -272,7 +272,7 @@ def test_a_model_with_fast_kernels_is_as_near_to_fp32_as_plain_torch_in_sixteen_
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recorded_steps_answer_as_computed_ones(family: str, kv_dtype: str) -> None:
     model = built(family, dtype="bf16", kv_dtype=kv_dtype)
-    assert model.graph_windows, "its steps are to be recorded"
+    assert model.graph_windows, "its steps must be recorded"
     graphs = Graphs(model)
     computed, recorded = played(model), played(model, graphs.forward)
     assert graphs._recordings and not graphs._refused and not model.kernels.report.failed, model.kernels.report.lines()

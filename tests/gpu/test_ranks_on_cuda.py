@@ -151,7 +151,7 @@ def test_two_ranks_on_one_gpu_answer_as_one_from_every_tier(family: str, root: P
 
 
 def prompt_logprobs(engine: Engine) -> list[float]:
-    """Of all tokens of a prompt: what is compared are the same tokens, whatever would be answered."""
+    """Logprobs of all tokens of a prompt: they compare the same tokens, whatever the model would answer."""
     answer = engine.generate(prompt(300, seed=5), max_tokens=1, prompt_logprobs=0, use_cache=False)
     return [each.logprob for each in answer.prompt_logprobs]
 
@@ -164,7 +164,7 @@ def median_error(found: Sequence[float], exact: Sequence[float]) -> float:
 def test_two_ranks_in_sixteen_bits_are_as_near_as_one_and_resume_to_the_same_bits(
     family: str, root: Path, tmp_path: Path
 ) -> None:
-    """Of most tokens: an expert that is chosen by a hair moves a few far away, whoever computes it."""
+    """Most tokens agree: an expert that is chosen by a hair moves a few far away, whichever engine computes it."""
     with opened(family, root, 1, "fp32") as exact:
         expected = prompt_logprobs(exact)
     with opened(family, root, 1, "bf16") as one:
@@ -172,7 +172,7 @@ def test_two_ranks_in_sixteen_bits_are_as_near_as_one_and_resume_to_the_same_bit
     store = {"store": f"log:{tmp_path / 'store'}", "store_config": FETCHED}
     with opened(family, root, 2, "bf16", **store) as two:
         error, error_alone = median_error(prompt_logprobs(two), expected), median_error(alone, expected)
-        assert error < 1.5 * error_alone + 0.005, f"{error} beside {error_alone} of one rank"
+        assert error < 1.5 * error_alone + 0.005, f"{error} compared with {error_alone} of one rank"
         answers(two)
         from_device = answers(two)
         settle(two.cache)
@@ -238,7 +238,7 @@ def test_ranks_copy_their_bytes_of_whole_rows_to_a_gpu_and_back(kind: Kind, coun
     run(on_gpu.engines, span(Tier.DEVICE, kind, 7, 1), span(Tier.DEVICE, kind, 2, 3))
     host.bytes_B.zero_()
     run(on_gpu.engines, span(Tier.DEVICE, kind, 2, 3), span(Tier.HOST, kind, 3, 4))
-    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]]), "whole rows, whoever had them"
+    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]]), "whole rows, whichever rank had them"
     assert int(host.bytes_B.count_nonzero()) == int(whole[[5, 2]].count_nonzero()), "nothing else was written"
 
 

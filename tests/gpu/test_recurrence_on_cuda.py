@@ -72,7 +72,7 @@ def check(kernels: Kernels, shape: Shape, seed: int = 0, *, dtype: torch.dtype =
     assert made.dtype == dtype and made.isfinite().all(), shape
     assert distance(made, expected) < near, shape
     theirs, ours = one.pages.state_PLRE("ssm"), other.pages.state_PLRE("ssm")
-    assert torch.equal(theirs.isnan(), ours.isnan()), "pages of nobody, or other layers"
+    assert torch.equal(theirs.isnan(), ours.isnan()), "unassigned pages, or other layers"
     assert distance(ours[one.ids, LAYER], theirs[one.ids, LAYER]) < near, shape
 
 
@@ -206,7 +206,7 @@ def test_a_recorded_step_moves_every_state_on_once(rule: str, kernels: Kernels) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_as_near_as_plain_torch_in_sixteen_bits(family: str) -> None:
-    """Of most rows: an expert that is chosen by a hair moves a few far away, whatever runs it."""
+    """Most rows agree: an expert that is chosen by a hair moves a few far away, whatever runs it."""
     made = checkpoint(family)
 
     def built(dtype: str, kernels: str) -> Decoder:

@@ -116,7 +116,7 @@ def test_rows_that_are_no_numbers_are_marked_and_leave_the_device_sound(choose: 
 
 
 def answers(family: str, *, ahead: bool) -> tuple[list[list[int]], int]:
-    """Of four requests, three of them drawn; and how many tokens were computed before those before them were read."""
+    """Answers of four requests, three of them sampled; and how many tokens were computed before their predecessors were read."""
     warm, followed = Sampling(max_tokens=60, temperature=0.9, seed=1), []
     many = [warm, replace(warm, top_p=0.9), replace(warm, top_k=20, top_p=0.95), Sampling(max_tokens=60)]
     asks = [GenerateRequest(tokens=prompt(20 + at, seed=at), sampling=sampling) for at, sampling in enumerate(many)]

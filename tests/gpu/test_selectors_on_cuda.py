@@ -1,4 +1,4 @@
-"""Quest and ClusterKV on a GPU: summaries have the same bits whatever is made beside them, FlashInfer sees what plain torch does,
+"""Quest and ClusterKV on a GPU: summaries have the same bits in every batch, FlashInfer sees what plain torch does,
 and steps are recorded.
 """
 

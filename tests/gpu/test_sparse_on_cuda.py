@@ -127,7 +127,7 @@ def test_rows_lie_where_the_pages_of_a_model_have_them(kernels, row_bytes: int) 
 
 
 def whole(host_PLRE: torch.Tensor, rows_PLRE: torch.Tensor, *, count: int, far: str | None = None) -> tuple[Places, Plan, Wanted]:
-    """One request all of whose pages are on the host, and so many random rows of it. Hints or headers may lie `far` apart."""
+    """One request, all its pages on the host, and `count` random rows of it. Hints or headers may lie `far` apart."""
     pages, hot, rows = len(host_PLRE), len(rows_PLRE), host_PLRE.shape[2]
     places = Places(
         rows_PLRE=rows_PLRE, host_PLRE=host_PLRE, numbers=hot, requests=1,

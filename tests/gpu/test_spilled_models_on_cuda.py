@@ -1,4 +1,4 @@
-"""Models whose rows are on the host alone, on a GPU: with drafts, with Quest and ClusterKV, and beside models of transformers."""
+"""Models with their rows on the host alone, on a GPU: with drafts, with Quest and ClusterKV, and compared with transformers."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def wide(family: str, picked: int) -> Checkpoint:
 
 
 def mixed(made: Recorded) -> list[Played]:
-    """Prompts beside answers; then each once more with a few tokens behind it, which are computed over what is on the host."""
+    """Prompts next to answers; then each once more with a few tokens behind it, which are computed over what is on the host."""
     first = made.play_all(prompts((150, 97, 200, 64)), answer=20)
     again = [[*each.prompt, *each.tokens, *more] for each, more in zip(first, prompts((5, 3, 40, 70), seed=2), strict=True)]
     return first + made.play_all(again, answer=12)

@@ -42,7 +42,7 @@ def check_libraries(report: Report) -> None:
 
 @pytest.mark.parametrize("family", WIDE)
 def test_libraries_are_as_near_as_plain_torch_in_sixteen_bits(family: str) -> None:
-    """Of most rows: an expert that is chosen by a hair moves a few far away, whatever runs it, and what follows them in a short
+    """Most rows agree: an expert that is chosen by a hair moves a few far away, whatever runs it, and what follows in a short
     context too; where corrections take part in the choice, they are so large that nothing else has a say.
     """
     made = wide_checkpoint(family, corrections=20.0)

@@ -28,7 +28,7 @@ def complete(server: httpx.Client, prompt: str | list[int], max_tokens: int, **m
 
 
 def hand_over(server: httpx.Client, prompt: str) -> dict[str, Any]:
-    """Has a prompt computed; what is to be passed on."""
+    """Has a prompt computed; returns the parameters for the decode server."""
     params = complete(server, prompt, 1, kv_transfer_params=ASKED)["kv_transfer_params"]
     assert params["do_remote_prefill"] is True and params["do_remote_decode"] is False
     return dict(params)
@@ -43,4 +43,4 @@ def stored(answer: dict[str, Any]) -> int:
 
 
 def prompt_of(what: str) -> str:
-    return f"What is to be known about {what} before anybody decides anything at all? " * 6
+    return f"What has been known about {what} before anybody decides anything at all? " * 6

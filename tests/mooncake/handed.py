@@ -1,4 +1,4 @@
-"""Two engines in one process, of which one reads the other's host memory through real transfer engines."""
+"""Two engines in one process; one reads the other's host memory through real transfer engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tests that run in another pytest, inside a private network, and are reported by this one as its own.
 
-The other pytest is told which test to run next, and writes every report to a pipe, in the form pytest has for that. So each
+The other pytest gets the next test to run by a pipe, and writes every report to another, in the form pytest has for that. So each
 worker of a parallel run has one of its own, that runs what the worker is given and nothing else.
 """
 
@@ -23,7 +23,7 @@ PIPES = "STEPWELL_INNER_RUN"  # set in the inner run: the file descriptors that 
 
 
 class InnerRun:
-    """One pytest in a private network. Ends when `stop` is called, or when nobody gives it orders any more."""
+    """One pytest in a private network. Ends when `stop` is called, or when its pipe of orders is closed."""
 
     def __init__(self, config: pytest.Config, folder: Path) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class InnerRun:
         self._process.wait()
         self._reports.close()
         self._output.close()
-        with suppress(BrokenPipeError):  # of an order that nobody took
+        with suppress(BrokenPipeError):  # of an order that was not read
             self._orders.close()
 
     def _lost(self, item: pytest.Item) -> pytest.TestReport:

@@ -72,7 +72,7 @@ class Cluster:
         self._stack.callback(self.master.kill)
 
     def options(self, **changes: str) -> dict[str, str]:
-        """What a store in this cluster is opened with; it lends no memory unless told."""
+        """The options to open a store in this cluster with; it contributes no memory unless they say so."""
         usual = {"master_server_address": MASTER, "local_hostname": HOST, "global_segment_size": "0"}
         return {**usual, "staging_bytes": str(STAGING_BYTES), **changes}
 
@@ -94,5 +94,5 @@ class Cluster:
         return peer
 
     def lend(self, size: str) -> Peer:
-        """A peer that lends memory to the pool."""
+        """A peer that contributes memory to the pool."""
         return self.start(global_segment_size=size)

@@ -1,4 +1,4 @@
-"""A process with a store of its own in the cluster, that does as it is told. Run by `cluster.Cluster.start`.
+"""A process with a store of its own in the cluster, which follows orders. Run by `cluster.Cluster.start`.
 
 {"do": "write", "space": "a", "names": ["x", "y"], "size": 1000, "group": "g"}     -> outcomes by name of the enum
 {"do": "read", "space": "a", "names": ["x", "y"], "size": 1000}                    -> whether each came, verified

@@ -39,7 +39,7 @@ def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behind]:
 
 
 def body_of(what: str, max_tokens: int, **more: Any) -> dict[str, Any]:
-    prompt = f"What is to be known about {what} before anybody decides anything at all? " * 6
+    prompt = f"What has been known about {what} before anybody decides anything at all? " * 6
     return {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **more}
 
 

@@ -68,7 +68,7 @@ def test_a_cluster_attached_at_run_time_moves_pages_in_the_hosts_own_memory(clus
     start = address_of(memory)
     assert sum(start <= at < start + memory.nbytes for at in moved) == 2 * PAGES, "every page, down and up"
     cache.store.detach()
-    wait_until(lambda: cache.step().detached, "the store is given back")
-    store.register([memory[4096:8192]])  # nobody knows it any more
+    wait_until(lambda: cache.step().detached, "the store is detached")
+    store.register([memory[4096:8192]])  # it is not registered any more
     store.unregister([memory[4096:8192]])
     cache.close()

@@ -59,7 +59,7 @@ def test_values_of_a_dead_client_are_lost_and_its_successor_serves(cluster: Clus
     assert read(store, "x") is ReadOutcome.FAILED, "the master has not noticed yet, the value is out of reach"
     assert store.counters["mooncake_read_error_800"] == 1
     wait_until(lambda: read(store, "x") is ReadOutcome.MISSING, pause_s=0.1)
-    assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.NO_ROOM], "nobody lends memory any more"
+    assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.NO_ROOM], "no peer contributes memory any more"
     cluster.lend("32mb")
     wait_until(lambda: stores_again(store, "x"), pause_s=0.1)
     assert fetch(store, HERE, "x") is not None

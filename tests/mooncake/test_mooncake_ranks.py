@@ -26,7 +26,7 @@ def test_what_two_ranks_store_in_a_cluster_serves_two_and_one(cluster: Cluster, 
         first.cache.store.attach(cluster.open(), FETCHED)
         same(answers(first, ASKED), expected)
         settle(first.cache)
-        first.cache.flush()  # memory forgets it, and the cluster does not
+        first.cache.flush()  # memory drops it, and the cluster does not
         found = answers(first, ASKED)
         same(found, expected)
         stored = found[0].usage.sources.store

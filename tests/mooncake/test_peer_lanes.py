@@ -131,7 +131,7 @@ def test_a_stopped_server_holds_up_no_other_and_writes_nothing_when_it_goes_on(s
     assert {each.outcome for each in results} == {ReadOutcome.CANCELLED}
     results = patient.read_into(SPACE, reads_of(well, patient_memory, range(1024, 2048)))
     assert {each.outcome for each in results} == {ReadOutcome.FOUND}
-    memory[: 1024 * PAGE] = bytes(1024 * PAGE)  # given to somebody else meanwhile
+    memory[: 1024 * PAGE] = bytes(1024 * PAGE)  # assigned to another request meanwhile
     stopped.memory[:] = b"x" * SIZE  # and so are the source's
     os.kill(stopped.shown.pid, signal.SIGCONT)
     # Once the one that was stopped answers again, whatever it had still to send has been sent.

@@ -40,7 +40,7 @@ def some_prompt(tokens: int = 12 * PAGE + 5) -> list[int]:
 
 
 def fetch(decode: Decode, listing: bytes, tokens: list[int]) -> None:
-    """Brings up what was offered, with nobody waiting for it."""
+    """Fetches what was offered, while no request waits for it."""
     cache = decode.recorded.engine.cache
     decode.store.add("part", "prefill", parse(listing))
     with cache.prefetch(cache.lookup(tokens)) as ticket:

@@ -56,7 +56,7 @@ def press(engine: Engine) -> None:
 
 
 def shed(engine: Engine) -> None:
-    """As much as would make room for the most pages that anybody could want."""
+    """Frees the memory that a request for the most pages possible would need."""
     state, rows = engine.cache._state, engine.cache.row_pages
     assert state.spill is not None and rows is not None
     most, before = state.arena(Tier.DEVICE).layout.rows(Kind.ROWS), rows.num_backed

@@ -65,7 +65,7 @@ def test_from_the_host(family: str, resident: list[Played]) -> None:
 
 
 def test_from_the_host_with_checkpoints_at_branches(family: str) -> None:
-    """As by default: what is known decides where passes end, and eviction to the host forgets nothing."""
+    """With the defaults, known prompts decide where passes end, and eviction to the host loses nothing."""
     placement = PlacementRules(interval_tokens=4 * PAGE, most_added=None, decode_interval_tokens=2 * PAGE)
     on_device = Recorded(family, placement=placement)
     played = script(on_device, seed=11)

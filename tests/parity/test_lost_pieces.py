@@ -62,7 +62,7 @@ def pieces(stored: Stored) -> list[tuple[Kind, Part]]:
 
 
 def names_of(stored: Stored, kind: Kind) -> list[_Name]:
-    """Prefix pages by their keys; the members of checkpoints are told apart by their sizes."""
+    """Prefix pages by their keys; the members of checkpoints are distinguished by their sizes."""
     spec = stored.recorded.engine.cache.spec
     window, point = spec.object_bytes(Kind.WINDOW), spec.object_bytes(Kind.POINT)
     assert not point or window != point

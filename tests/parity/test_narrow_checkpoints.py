@@ -144,7 +144,7 @@ def test_state_that_is_not_finite_is_not_saved_and_answers_stay_right(
     """The device has it. Once it has left there is no checkpoint, and the prompt is computed anew: a miss, not other numbers."""
 
     def refuse(*_: object) -> None:
-        raise NotFinite("told to")
+        raise NotFinite("on purpose")
 
     monkeypatch.setattr(RowCode, "encode", refuse)
     recorded = Recorded(family, checkpoint_dtype="int8")
@@ -163,7 +163,7 @@ def test_state_that_is_not_finite_is_not_saved_and_answers_stay_right(
 def test_what_was_in_memory_before_keeps_no_checkpoint_from_being_saved(
     every: str, page_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of a page that nobody has written may be no numbers: of such states none is turned into eight bits."""
+    """Bytes of an unwritten page may be no numbers: no such state is turned into eight bits."""
     make = PageMemory.__init__
 
     def make_full(self: PageMemory, *args: Any, **more: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_store_of_one_format_is_a_miss_for_every_other(resident: list[Played],
 
 
 def test_checkpoints_have_a_quarter_of_the_bytes(family: str, resident: list[Played], tmp_path: Path) -> None:
-    """Of fp32. On the host and in the store; the device's pages stay as they are."""
+    """A quarter of fp32, on the host and in the store; the device's pages stay as they are."""
     sizes, written = {}, {}
     for dtype in (None, "int8"):
         recorded = Recorded(family, checkpoint_dtype=dtype, **store_at(tmp_path / str(dtype)), store_config=WAIT)

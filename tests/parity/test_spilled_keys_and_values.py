@@ -154,7 +154,7 @@ def test_so_does_the_last_token_of_a_few_behind_a_cached_prompt(selector: str, b
     passes, before, hits = made.engine.passes, report(made), dict[int, int]()
     watch(made.engine, lambda now: hits.setdefault(made.engine.passes, now.hits) and None)
     made.play([*known, *prompts((behind,), seed=9)[0]], answer=3)
-    assert report(made).staged_bytes == before.staged_bytes, "nothing is to be seen otherwise"
+    assert report(made).staged_bytes == before.staged_bytes, "otherwise the test shows nothing"
     assert hits[passes + 1] == before.hits and hits[passes + 2] - before.hits > 100, "sinks at least, in every layer"
     made.close()
 
@@ -185,7 +185,7 @@ def test_summaries_survive_the_host_and_the_store_bit_for_bit(
 
 
 def summaries_of(made: Recorded, prompt: Sequence[int]) -> torch.Tensor:
-    """Of each page of a prompt, which are all on the device."""
+    """The summaries of each page of a prompt; all pages are on the device."""
     engine = made.engine
     match = engine.cache.lookup([*prompt, 0], namespace=engine.cache.namespace_for())
     runs = [node.runs[Tier.DEVICE] for node in match.path]

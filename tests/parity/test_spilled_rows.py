@@ -152,7 +152,7 @@ def test_a_device_too_small_for_one_request(family: str) -> None:
 
 
 def test_a_prompt_that_is_loaded_without_its_rows(family: str) -> None:
-    """From the host, where the device has room for the index alone."""
+    """From the host, where the device has space for the index alone."""
     (prompt,) = prompts((600,))
     longer = [*prompt, *prompts((90,), seed=4)[0]]
 

@@ -1,4 +1,4 @@
-"""Listens to a cache: what was told as stored and not as evicted is what can be read in memory, page by page."""
+"""Listens to a cache: what was reported as stored and not as evicted is what can be read in memory, page by page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGES = (EventKind.PAGES_STORED, EventKind.PAGES_EVICTED)
 
 
 class FeedWatch:
-    """What a listener knows, beside what is so."""
+    """What a listener knows, compared with what is true."""
 
     def __init__(self, cache: Cache) -> None:
         self._tree = cache._state.tree
@@ -35,7 +35,7 @@ class FeedWatch:
         assert self.known == self._there(), "a listener knows something else than what is cached"
 
     def _hear(self, stored: bool, things: set[tuple[Tier, bool, bytes]]) -> None:
-        assert not (things & self.known if stored else things - self.known), f"told twice, or of what was never there: {things}"
+        assert not (things & self.known if stored else things - self.known), f"reported twice, or never there: {things}"
         self.known = self.known | things if stored else self.known - things
         self.num_stored += len(things) * stored
         self.num_evicted += len(things) * (not stored)

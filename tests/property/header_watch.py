@@ -20,7 +20,7 @@ Words = np.ndarray  # int32
 
 
 class HeaderWatch:
-    """Of one cache whose rows may spill, over the memories of all its ranks."""
+    """Headers of one cache whose rows may spill, over the memories of all its ranks."""
 
     def __init__(self, spec: ModelSpec, ranks: Sequence[Mapping[Tier, PageMemory]], row_pages: RowPages) -> None:
         self._row_pages = row_pages

@@ -1,7 +1,7 @@
 """A shadow of every page's contents, kept from the outside: what was written, what was copied, what was freed.
 
-Knows pages by (tier, kind, id) and contents by (namespace, tokens). It never asks the cache what it holds: it is told
-of computed rows by the test, of copies by the executor, and of freed pages by the arenas' `on_free`.
+Knows pages by (tier, kind, id) and contents by (namespace, tokens). It never asks the cache what it holds: the test reports
+computed rows, the executor reports copies, and the arenas' `on_free` reports freed pages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def space_of(namespace: Namespace) -> tuple[str | None, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan under way: what each target gets from which source, and every page that nobody may free or write meanwhile."""
+    """A plan under way: what each target gets from which source, and every page that must not be freed or written meanwhile."""
 
     arrives: tuple[tuple[Where, Where, Content | None], ...]
     pages: tuple[Where, ...]
@@ -51,7 +51,7 @@ class Ledger:
         self._flights: dict[Hashable, Flight] = {}  # copies by job
         self._busy: Counter[Where] = Counter()
 
-    # ---- what it is told --------------------------------------------------------------------------
+    # ---- reports to it ----------------------------------------------------------------------------
 
     def computed(
         self, tier: Tier, space: tuple[str | None, ...], tokens: bytes, start: int, *,
@@ -112,7 +112,7 @@ class Ledger:
                 self.contents.pop(target, None)
 
     def cleared(self, space: tuple[str | None, ...]) -> None:
-        """What was offered under a namespace is nobody's to find any more, wherever its pages still are."""
+        """What was offered under a namespace can no longer be found, wherever its pages still are."""
         self._offered = {where for where in self._offered if where in self.contents and self.contents[where].space != space}
 
     def freed(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
@@ -133,7 +133,7 @@ class Ledger:
         return bool(self._flights)
 
     def rows_are_somewhere(self, content: Content) -> set[Tier]:
-        """The tiers in which rows of exactly this page are, whoever refers to them."""
+        """The tiers in which rows of exactly this page are, whatever refers to them."""
         places = {Tier.DEVICE: Kind.ROWS, Tier.HOST: Kind.PREFIX}
         held = {(where[0], where[1]) for where, each in self.contents.items() if each == content}
         return {tier for tier, kind in places.items() if (tier, kind) in held}
@@ -152,7 +152,7 @@ class Ledger:
 
 
 class LedgerExecutor(ScriptedExecutor):
-    """Tells the ledger when a plan starts, and when the cache is told how it ended."""
+    """Reports to the ledger when a plan starts, and when the cache hears how it ended."""
 
     def __init__(self, ranks: Sequence[CopyEngine], ledger: Ledger) -> None:
         super().__init__(ranks)

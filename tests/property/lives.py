@@ -1,4 +1,4 @@
-"""Long lives of random caches, told by one seed: the same verbs as the state machine, many more of them, no shrinking.
+"""Long lives of random caches, each drawn from one seed: the verbs of the state machine, many more of them, no shrinking.
 
 `python lives.py STEPS SEED ...` prints digests of every decision the cache made, without and with a store: for a test.
 """

@@ -4,7 +4,7 @@
                                every page of [0, B) can be read in some tier, and, if a state has window or point shape,
                                one tier has every window page of B and the point at exactly B.
 
-`Oracle` applies that to facts it was told (what was committed, what was cleared): nothing may be forgotten.
+`Oracle` applies that to reported facts (what was committed, what was cleared): nothing may be lost.
 `justified` applies it to a ledger of page contents: nothing may be claimed that does not exist.
 """
 
@@ -100,7 +100,7 @@ def justified(spec: ModelSpec, ledger: Ledger, space: Space, tokens: bytes, boun
     return None
 
 
-# ---- the lower bound: nothing is forgotten without a reason -------------------------------------------
+# ---- the lower bound: nothing is lost without a reason ------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -112,7 +112,7 @@ class Kept:
 
 
 class Oracle:
-    """Facts of a cache that has room for everything: what was offered, less what was cleared or left behind by an answer."""
+    """Facts of a cache with space for everything: what was offered, less what was cleared or left behind by an answer."""
 
     def __init__(self, spec: ModelSpec, placement: PlacementRules) -> None:
         self._spec = spec
@@ -122,15 +122,15 @@ class Oracle:
         )
         self._pages: set[Content] = set()
         self._checkpoints: dict[Content, Kept] = {}
-        self._unsure: set[Content] = set()  # checkpoints left behind while somebody may have been reading them
+        self._unsure: set[Content] = set()  # checkpoints left behind while a request may have been reading them
         self._trails: dict[int, tuple[Content, Kept]] = {}
 
-    # ---- what it is told --------------------------------------------------------------------------
+    # ---- reports to it ----------------------------------------------------------------------------
 
     def committed(self, number: int, space: Space, tokens: bytes, *, prompt_tokens: int, checkpoint: bool, quiet: bool) -> None:
         """Request `number` committed all of `tokens`, and a checkpoint at their end if it was asked to leave one.
 
-        `quiet` says that nothing is pinned and no copy runs, so that nobody can be reading a checkpoint.
+        `quiet` says that nothing is pinned and no copy runs, so that no request can be reading a checkpoint.
         """
         size = self._spec.page_tokens * TOKEN
         for end in range(size, len(tokens) + 1, size):
@@ -142,7 +142,7 @@ class Oracle:
         if kept is None:
             kept = self._checkpoints[here] = Kept()
             self._unsure.discard(here)
-        elif not (in_answer and kept.answers):  # somebody left the same one: now two have a use for it
+        elif not (in_answer and kept.answers):  # another request left the same one: now both use it
             kept.uses += 1
         if in_answer:
             self._leave_trail(number, here, kept, quiet=quiet)
@@ -178,7 +178,7 @@ class Oracle:
         return known
 
     def restore(self, space: Space, tokens: bytes, *, limit: int | None = None) -> range:
-        """Where a prompt must resume: the least and the most it can be, which differ only for what nobody can be sure of."""
+        """The least and the most tokens at which a prompt may resume; they differ only where checkpoints are unsure."""
         sure = set(self._checkpoints)
         low, high = (self._deepest(space, tokens, limit, among) for among in (sure, sure | self._unsure))
         return range(low, high + 1)
@@ -196,7 +196,7 @@ class Oracle:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _leave_trail(self, number: int, here: Content, kept: Kept, *, quiet: bool) -> None:
-        """Of an answer's checkpoints only the last stays, besides what somebody used, others' last and absolute multiples."""
+        """Only the last of an answer's checkpoints stays, besides used ones, the last of other answers and absolute multiples."""
         before = self._trails.get(number)
         self._trails[number] = (here, kept)
         kept.answers += 1

@@ -1,4 +1,4 @@
-"""Watches who loses something: nobody, as long as a tenant that is over its quota has something that could go."""
+"""Watches whose pages are evicted: only a tenant's that is over its quota, as long as such a tenant has something to evict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class QuotaWatch:
     def __init__(self, cache: Cache) -> None:
         self._tree = cache._state.tree
         self._pop = self._tree.ranking.pop
-        self.judged = 0  # evictions that came while somebody was over its quota
+        self.judged = 0  # evictions that came while a tenant was over its quota
         self._tree.ranking.pop = self.pop  # type: ignore[method-assign]
 
     def pop(self, tier: Tier, *, runs: bool, checkpoints: bool, of: Account | None = None) -> Victim | None:

@@ -78,7 +78,7 @@ class Shelf:
     def damage(self, faults: Faults) -> None:
         """From now on the first store does this to what is read from it."""
         self.stores[0].faults = faults
-        self._loses = True  # whoever reads something damaged deletes it
+        self._loses = True  # a reader of something damaged deletes it
 
     def lose(self, random: Random, among: Collection[bytes] | None = None) -> None:
         """A page or a checkpoint of the first store is gone, of those named; or, now and then, a mere part of a checkpoint."""

@@ -44,7 +44,7 @@ class _Sent:
     op: StoreOp
     items: list[list[tuple[Where, Content]]]
     after: int  # how many pages had arrived when it was sent
-    forgotten: bool = False  # its namespace was cleared: what it brings is nobody's to find
+    forgotten: bool = False  # its namespace was cleared: what it brings must not be found
     abandoned: bool = False  # the cache has given up on it: what it brings does not count
 
 
@@ -56,14 +56,14 @@ class StoreLedger(Ledger):
         self._shelf = shelf
         self._memories = memories  # of each rank
         self._sent: dict[tuple[LedgerStoreExecutor, JobId], _Sent] = {}
-        self.meanings: dict[bytes, Content] = {}  # of page keys, told by whoever asks for a prompt
+        self.meanings: dict[bytes, Content] = {}  # of page keys, reported by each request for a prompt
         self.barred: set[tuple[str | None, ...]] = set()  # namespaces that were cleared
         self.last_arrival: dict[bytes, int] = {}  # of page keys, by how many had arrived then
         self.num_arrivals = 0
         self.statuses: Counter[ItemStatus] = Counter()  # of what was to be fetched
         self.lines: list[str] = []  # everything that was sent, for traces
 
-    # ---- what it is told --------------------------------------------------------------------------
+    # ---- reports to it ----------------------------------------------------------------------------
 
     def learn(self, namespace: Namespace, tokens: bytes) -> None:
         """Works out which key stands for which page of a prompt."""
@@ -78,7 +78,7 @@ class StoreLedger(Ledger):
         for item in items:
             for where, content in item:
                 if isinstance(op.task, (FetchPages, FetchCheckpoint)):
-                    assert self._busy[where] == 0, f"an operation writes {where} while somebody uses it"
+                    assert self._busy[where] == 0, f"an operation writes {where} while it is in use"
                 else:
                     assert self.holds(where, content), f"{where} is stored as {content} and holds something else"
                     self._offer(where, content)
@@ -89,7 +89,7 @@ class StoreLedger(Ledger):
         self.lines.append(f"operation {op.job} {type(op.task).__name__} {pages}")
 
     def came(self, store_executor: LedgerStoreExecutor, reply: Reply) -> None:
-        """The cache is told of an answer."""
+        """The cache gets an answer."""
         sent = self._sent.pop((store_executor, reply.job))
         self._busy.subtract(self._flights.pop((store_executor, reply.job)).pages)
         self.lines.append(f"reply {reply.job} {[status.name for status in reply.outcome.statuses]}")
@@ -168,9 +168,9 @@ class StoreLedger(Ledger):
 
 
 class LedgerStoreExecutor(ScriptedStoreExecutor):
-    """Tells the ledger when an operation is sent, and when the cache is told what came of it.
+    """Reports to the ledger when an operation is sent, and when the cache gets its result.
 
-    `eager` ones have always begun; others have begun nothing that they were not told to answer, and can be called back.
+    `eager` ones have always begun; others begin only what they are asked to answer, and the rest can be cancelled.
     """
 
     def __init__(self, ranks: Sequence[StoreWorker], ledger: StoreLedger, clock: Clock, *, eager: bool) -> None:

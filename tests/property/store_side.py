@@ -69,11 +69,11 @@ class StoreSide(World):
 
     @property
     def exact(self) -> bool:
-        """What was committed may not be forgotten, whatever the store does."""
+        """What was committed may not be lost, whatever the store does."""
         return super().exact and not self.forgetful and not self.ledger.in_flight
 
     def _as_foretold(self, tokens: int, expected: range) -> bool:
-        return tokens >= expected.start  # a store may know more than this cache was told
+        return tokens >= expected.start  # a store may know more than this cache
 
     def _check_tiers(self, match: Match) -> None:
         pass  # what a store brings is on the host
@@ -91,7 +91,7 @@ class StoreSide(World):
         if self.cache.store.state is LinkState.DETACHED or barred or match.restore_tokens == match.limit_tokens:
             assert ticket.complete and len(self.pending) == sent, f"{ticket} has nothing to wait for"
         elif self.attached is not None and self.attached.config.prefetch is PrefetchPolicy.BEST_EFFORT:
-            assert ticket.ready, f"{ticket} waits although nobody is to wait"
+            assert ticket.ready, f"{ticket} waits although its policy is not to wait"
         self.stored.add((space_of(namespace), packed(tokens[: self.spec.page_tokens])))
         awaited = Awaited(ticket, namespace, list(tokens), after)
         self.awaited.append(awaited)
@@ -99,7 +99,7 @@ class StoreSide(World):
         return awaited
 
     def acquire_awaited(self, awaited: Awaited) -> Held | None:
-        """A request begins, in whatever state its ticket is; without room it goes on waiting."""
+        """A request begins, in whatever state its ticket is; without space it continues to wait."""
         before = awaited.ticket.state
         held = self.acquire(awaited.tokens, awaited.namespace, ticket=awaited.ticket)
         assert awaited.ticket.state is (TicketState.CLOSED if held else before), awaited.ticket
@@ -193,9 +193,7 @@ class StoreSide(World):
                 self.answer_op(line, job)
             report = self.step()
             if not report.running and not report.storing:
-                assert not any(line.store_executor.detached for line in self.lines), (
-                    "a store that nothing uses was not given back"
-                )
+                assert not any(line.store_executor.detached for line in self.lines), "a store that nothing uses was not detached"
                 return
             if not report.running and not self.pending:
                 self.clock.advance(COOL_OFF_S)  # paths wait for a store that is switched off
@@ -209,7 +207,7 @@ class StoreSide(World):
             self._check_ticket(awaited)
 
     def _check_ticket(self, awaited: Awaited) -> None:
-        """What is said to have come from the store did, for this very path, while somebody waited for it."""
+        """What is said to have come from the store did, for this very path, while a request waited for it."""
         ticket = awaited.ticket
         assert ticket.ready or not ticket.complete, ticket
         keys = page_keys(awaited.namespace.digest, packed(awaited.tokens), self.spec.page_tokens * TOKEN)
@@ -240,6 +238,6 @@ class StoreSide(World):
         self.cache._store_tier.end_deferral()  # nothing is to become due while the last steps are counted
         self.settle_everything()
         for link in self.cache._store_tier.links:
-            assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what nobody wants"
+            assert not link.tickets and not link.fetches and not link.fetch_of, f"{link} holds on to what no request wants"
             assert link.backup_bytes == 0, f"{link.backup_bytes} bytes are on their way down for ever"
         super().close()

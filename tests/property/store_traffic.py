@@ -105,7 +105,7 @@ class StoreTraffic(Traffic):
         self.world.step()
 
     def time_out(self) -> None:
-        """The store says nothing for so long that nobody waits for it any more."""
+        """The store says nothing until every wait for it has timed out."""
         self.world.clock.advance(self.world.store_setup.tuning.op_timeout_s + 1)
         self.world.step()
 

@@ -17,8 +17,8 @@ from watched import packed
 from stepwell import Namespace
 from stepwell.base.prompt import PageKey, manifest_key, page_keys
 
-MOST_PLANS = 3  # that a ticket makes: so often less one it may find that something is not there after all
-SHORTFALLS = (  # counted when less is stored or fetched than could be, for want of room, time or luck
+MOST_PLANS = 3  # that a ticket makes: all but the last may find that something is missing after all
+SHORTFALLS = (  # counted when less is stored or fetched than could be, for want of space, time or luck
     "save_skipped_no_room", "checkpoint_skipped_no_room", "save_failures", "backup_dropped_queue_full", "backup_dropped_too_old",
     "backup_failures", "store_ops_failed", "prefetch_no_room", "prefetch_not_worth_it", "prefetch_skipped_store_off",
     "store_fetching_stopped",
@@ -71,7 +71,7 @@ class StoreWorld(StoreSide):
         )
 
     def recover(self, tokens: Sequence[int], namespace: Namespace, *, losing: Random | None = None) -> None:
-        """A prompt whose turn has come, with nothing under way: it resumes where the definition says, if there is room.
+        """A prompt whose turn has come, with nothing under way: it resumes where the definition says, if there is space.
 
         The store may be `losing` something between what it says and what it is asked for then.
         """

@@ -35,7 +35,7 @@ def _live(setup: Setup, rng: Random, verbs: dict[str, float], steps: int = 100) 
                 watch.check_prompt(random_prompt(rng, traffic.page), rng.choice(setup.spaces))
     world.close()
     watch.check()
-    assert not watch.translator.num_pages and not any(watch.mirror.blocks.values()), "an empty cache, of which something is kept"
+    assert not watch.translator.num_pages and not any(watch.mirror.blocks.values()), "something of an empty cache is kept"
     return watch
 
 

@@ -28,7 +28,7 @@ def once(life: Callable[[int, int], World], seed: int) -> list[str]:
 def test_two_runs_of_one_life_decide_the_same(seed: int) -> None:
     first, second = once(live, seed), live(seed, STEPS).trace
     assert first == second
-    assert any(line.startswith("free device") for line in first), "nothing was evicted or given back: the life was too quiet"
+    assert any(line.startswith("free device") for line in first), "nothing was evicted or freed: the life was too quiet"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

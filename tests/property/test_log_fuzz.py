@@ -30,7 +30,7 @@ from stepwell.store.log.writing.upkeep import Direct
 from stepwell.store.seal import Verdict, verify
 from stepwell.testing.store_contract import key, offer, payload
 
-HERE = Space(digest=b"x" * 32, label="model", tenant="somebody")
+HERE = Space(digest=b"x" * 32, label="model", tenant="tenant-a")
 SEED, SEGMENT_BYTES, BUDGET_BYTES = 99, 64 * 1024, 800 * 1024
 SIZES = {f"v{at}": size for at, size in enumerate((10, 500, 1024, 2000, 4096, 9000, 20_000) * 6)}
 

@@ -40,10 +40,10 @@ Choose: TypeAlias = Callable[[Sequence[Any]], Any]  # one of several, by Hypothe
 class Regime(Enum):
     """How hard a run is on its cache, and so how much of it an oracle can foretell."""
 
-    CALM = "room for everything, every copy succeeds: nothing may be forgotten"
-    SPILL = "a small device over a roomy host that everything is written through to: nothing may be forgotten"
-    PRESSED = "no room anywhere: whatever is claimed must exist, and what is pinned must stay"
-    FAULTY = "no room, copies fail on some rank, paths expire: whatever is claimed must exist"
+    CALM = "space for everything, every copy succeeds: nothing may be lost"
+    SPILL = "a small device over a large host that everything is written through to: nothing may be lost"
+    PRESSED = "no space anywhere: whatever is claimed must exist, and what is pinned must stay"
+    FAULTY = "no space, copies fail on some rank, paths expire: whatever is claimed must exist"
 
     @property
     def exact(self) -> bool:
@@ -52,7 +52,7 @@ class Regime(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Everything that tells one random cache from another."""
+    """Everything in which one random cache differs from another."""
 
     spec: ModelSpec
     regime: Regime
@@ -102,7 +102,7 @@ class Setup:
         )
 
     def _bytes(self, objects: int | None, tier: Tier) -> int | None:
-        """Room for about this many objects of the mean size, or more where the model's pages do not lie well side by side."""
+        """Memory for about this many objects of the mean size, or more where the model's pages do not lie well side by side."""
         if objects is None:
             return None
         strides = lay_out(self.spec, budget_bytes=2**30, alignment=ALIGNMENT_BYTES, tier=tier).strides
@@ -161,7 +161,7 @@ def make_spec(choose: Choose) -> ModelSpec:
 
 
 def make_spilling_spec(choose: Choose) -> ModelSpec:
-    """A model whose rows may be on the host alone, with or without other states beside them."""
+    """A model whose rows may be on the host alone, with or without other states next to them."""
     page = choose((4, 2, 8, 3))
     layers, row_bytes = choose(((1, 4), (2, 3), (3, 9)))
     states = [StateSpec(name="kv", shape=Prefix(), layers=layers, row_bytes=row_bytes, dtype="u8")]

@@ -165,7 +165,7 @@ class Traffic:
             self.world.answer(job, owed[job][rank % len(owed[job])], fail=fail and self.world.regime is Regime.FAULTY)
 
     def press(self, pick: int, *, may_spill: bool) -> None:
-        """Room is wanted on the device, by nobody: what is idle leaves it, and then rows of requests if they may spill."""
+        """The device needs space, but for no request: idle pages leave it, and then rows of requests if they may spill."""
         if self.world.regime is not Regime.CALM:
             state = self.world.cache._state
             many = state.arena(Tier.DEVICE).layout.rows(Kind.PREFIX)

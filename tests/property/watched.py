@@ -53,7 +53,7 @@ class Watched:
         self.engine.row_pages = self.reader.row_pages = rows = self.cache.row_pages
         self.headers = HeaderWatch(setup.spec, self.memories, rows) if rows is not None else None
         self.quotas = QuotaWatch(self.cache)
-        self.feed = FeedWatch(self.cache) if setup.ranks == 1 else None  # nobody may listen, and keys may not be asked for
+        self.feed = FeedWatch(self.cache) if setup.ranks == 1 else None  # elsewhere keys may never be asked for
         self.nearest = Tier.DEVICE if Tier.DEVICE in layouts else Tier.HOST
         self.trace: list[str] = []  # every decision the cache makes, in order
         self.excuses = {Cause.FAILED} if setup.regime is Regime.FAULTY else set()  # reasons for a loss that this run has given

@@ -67,7 +67,7 @@ class World(Watched):
         self, tokens: Sequence[int], namespace: Namespace, *, match: Match | None = None, hints: tuple[int, ...] = (),
         priority: int = 0, ttl_s: float | None = None, ticket: Ticket | None = None,
     ) -> Held | None:  # fmt: skip
-        """Leases a prompt, through a match of any age; None when there is no room."""
+        """Leases a prompt, through a match of any age; None when there is no space."""
         fresh = self.look(tokens, namespace)
         try:
             lease = self.cache.acquire(match or fresh, hints=hints, priority=priority, ttl_s=ttl_s, ticket=ticket)
@@ -85,8 +85,8 @@ class World(Watched):
         return held
 
     def _excuse(self, error: NoRoom) -> None:
-        assert self.regime is not Regime.CALM, f"no room in a calm run: {error}"
-        self.trace.append(f"no room, waiting={error.waiting}")
+        assert self.regime is not Regime.CALM, f"no space in a calm run: {error}"
+        self.trace.append(f"no space, waiting={error.waiting}")
 
     def _check_opened(self, held: Held, fresh: Match, hints: tuple[int, ...]) -> None:
         lease, legal = held.lease, boundaries(self.spec, len(held.tokens))
@@ -111,7 +111,7 @@ class World(Watched):
         assert min(sources.device, sources.host, sources.store, sources.computed) >= 0, sources
 
     def advance(self, held: Held, upto: int, *, last: bool = False) -> bool:
-        """Computes tokens up to `upto` and commits them; False when there is no room for them."""
+        """Computes tokens up to `upto` and commits them; False when there is no space for them."""
         if not self._compute(held, upto):
             return False
         self.commit(held, upto, last=last)
@@ -184,7 +184,7 @@ class World(Watched):
     # ---- upkeep -----------------------------------------------------------------------------------
 
     def answer(self, job: JobId, rank: int, *, fail: bool = False) -> None:
-        self.executor.answer(job, rank, error="told to fail" if fail else None)
+        self.executor.answer(job, rank, error="fails on purpose" if fail else None)
 
     def step(self) -> StepReport:
         report = self.cache.step()
@@ -310,7 +310,7 @@ class World(Watched):
         return [lease.prefix_pages.tolist(), lease.window_pages.tolist(), lease.point_pages.tolist()]
 
     def close(self) -> None:
-        """Gives everything back, and proves that nothing is left behind."""
+        """Releases everything, and proves that nothing is left behind."""
         for held in list(self.held):
             self.release(held)
         for pinned in list(self.pinned):

@@ -1,4 +1,4 @@
-"""One process of SGLang's caches, told what to do: `life.py save|resume|signatures DIRECTORY`. Writes one line of JSON.
+"""One process of SGLang's caches, for one command: `life.py save|resume|signatures DIRECTORY`. Writes one line of JSON.
 
 Runs with the interpreter that SGLang is installed for, and imports nothing of pytest.
 """

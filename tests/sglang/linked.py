@@ -68,7 +68,7 @@ def evict(made: Stack) -> None:
 
 
 def found(made: Stack, tokens: array[int], rid: str = "request") -> int:
-    """How many tokens SGLang is told of."""
+    """How many tokens SGLang learns of."""
     return int(_match(made, tokens, _request(rid)).host_hit_length)
 
 

@@ -1,4 +1,4 @@
-"""One process of SGLang's tree over Stepwell's linker, told what to do: `linker_life.py save|resume DIRECTORY`. Says it in JSON.
+"""One process of SGLang's tree over Stepwell's linker: `linker_life.py save|resume DIRECTORY`. Writes its result as JSON.
 
 Runs with the interpreter that SGLang is installed for, and imports nothing of pytest.
 """

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 
-# Minutes, and 3 GB to install: only where somebody asks for it.
+# Minutes, and 3 GB to install: only on request.
 asked_for = pytest.mark.skipif("STEPWELL_TEST_SGLANG" not in os.environ, reason="under SGLang itself: run `make test-sglang`")
 
 

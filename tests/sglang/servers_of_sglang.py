@@ -24,7 +24,7 @@ from stepwell.jobs.children import start_child
 HERE = Path(__file__).parent
 PATIENCE_S = 300.0
 MODULE = "python -m sglang.launch_server "
-# What a machine without a GPU needs beside the recipe, and what a model without a tokenizer does.
+# What a machine without a GPU needs in addition to the recipe, and what a model without a tokenizer does.
 ON_CPU = (
     "--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--dtype", "float32",
     "--max-total-tokens", "8192", "--skip-tokenizer-init", "--log-level", "warning",
@@ -65,7 +65,7 @@ def server(arguments: Sequence[str], log: Path) -> Iterator[str]:
         _wait_for(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # its own session: nobody else is in it
+        os.killpg(process.pid, signal.SIGKILL)  # its own session: no other process is in it
         process.wait()
 
 

@@ -1,7 +1,7 @@
 """SGLang's real tree, controller and host pools over Stepwell's store and over SGLang's own files, in processes that follow each
 other: what was saved comes back with every byte, and what is damaged or of another shape does not.
 
-Runs with `make test-sglang`, which installs SGLang beside the repository's own environment. Prints a table of both backends.
+Runs with `make test-sglang`, which installs SGLang in an environment of its own. Prints a table of both backends.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_the_documented_command_of_the_linker_does_too(tmp_path: Path) -> None:
 
 
 def test_many_prompts_over_a_small_device_are_answered_as_they_were_computed(tmp_path: Path) -> None:
-    """Six prompts of which the device holds two, three at a time, in turns: loaded from the host again and again."""
+    """Six prompts over a device for two, three at a time, in turns: loaded from the host again and again."""
     life("engine_life.py", "model", tmp_path)
     arguments = served(recipe(ROOT / "docs" / "sglang.md", "StepwellLinker"), model=tmp_path / "model", store=tmp_path / "store")
     prompts = [[(at * (37 + 2 * number) + number) % 900 + 3 for at in range(900)] for number in range(4)]
@@ -78,4 +78,4 @@ def test_many_prompts_over_a_small_device_are_answered_as_they_were_computed(tmp
         for first, again in zip(rounds[0], said, strict=True):
             is_same(again, first)
     cached = [sum(each["meta_info"]["cached_tokens"] for each in said) for said in rounds]
-    assert min(cached[1:]) > sum(map(len, prompts)) * 0.8  # most of which no device of this size could have kept
+    assert min(cached[1:]) > sum(map(len, prompts)) * 0.8  # no device of this size could have kept most of them

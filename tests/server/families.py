@@ -23,7 +23,7 @@ from stepwell.engine.loading.weights import HeldTensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    tokens: tuple[str, ...]  # beside bytes; all that models have as one
+    tokens: tuple[str, ...]  # in addition to bytes; all that models have as one token
     end: str  # of answers
     turn: str  # a message, without its calls
     call: str = ""

@@ -109,7 +109,7 @@ class Running:
 
 
 class Held:
-    """Keeps an engine from computing until it is let go; everything else about it goes on."""
+    """Keeps an engine from computing until it is released; everything else about it goes on."""
 
     def __init__(self, served: Running) -> None:
         self._scheduler, self._plan = served.engine.scheduler, served.engine.scheduler.plan

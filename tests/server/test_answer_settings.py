@@ -77,7 +77,7 @@ def test_logprobs_of_prompts_are_those_that_an_echo_shows(client: openai.OpenAI)
     for token, value, entry in zip(byte_tokenizer().encode(STORY)[1:], echoed.token_logprobs[1:], entries[1:], strict=True):  # type: ignore[index]
         assert entry[str(token)]["logprob"] == pytest.approx(value) and entry[str(token)]["decoded_token"] == chr(token)
         assert sorted(each["rank"] for each in entry.values())[:2] == [1, 2]
-    whole = chat(client, "Told.", STORY, extra_body={"prompt_logprobs": 0}).model_extra
+    whole = chat(client, "Said.", STORY, extra_body={"prompt_logprobs": 0}).model_extra
     assert whole is not None and len(whole["prompt_logprobs"]) > len(STORY)
 
 

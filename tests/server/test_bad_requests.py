@@ -1,4 +1,4 @@
-"""Requests that cannot be served get an error in OpenAI's form, and disturb nobody."""
+"""Requests that cannot be served get an error in OpenAI's form, and disturb no other request."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ BAD: list[tuple[str, dict[str, Any], str | None]] = [
 
 @pytest.fixture(scope="module")
 def others(served: Running) -> Iterator[None]:
-    """Somebody else's long answer, which must come out whole whatever happens beside it."""
+    """A long answer to another client, which must come out whole whatever happens at the same time."""
     with served.client() as client, ThreadPoolExecutor(1) as threads:
         expected = _long_answer(client)
         running = threads.submit(lambda: [_long_answer(client) for _ in range(3)])
@@ -154,7 +154,7 @@ def test_bodies_that_are_no_json_objects_are_refused(http: httpx.Client, content
 
 
 def test_forms_of_other_pages_are_refused(http: httpx.Client) -> None:
-    """A page in somebody's browser can post text without asking first, but not JSON."""
+    """A page in another user's browser can post text without asking first, but not JSON."""
     body = json.dumps({"model": NAME, "prompt": "x"})
     assert http.post(COMPLETIONS, content=body, headers={"content-type": "text/plain"}).status_code == 400
     assert http.post(COMPLETIONS, content=body).status_code == 400
@@ -219,7 +219,7 @@ def test_a_connection_whose_body_nobody_waits_for_is_closed(served: Running) -> 
 def test_fields_that_change_nothing_are_taken(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=NAME,
-        messages=[{"role": "user", "content": "Hello", "name": "somebody"}],
+        messages=[{"role": "user", "content": "Hello", "name": "a-friend"}],
         max_tokens=3,
         user="u",
         metadata={"a": "b"},

@@ -34,13 +34,13 @@ def test_an_engine_that_breaks_ends_open_answers_and_tells_clients_no_more() -> 
         wait_until(lambda: health().status_code == 503, "a server without an engine that calls itself broken")
         late = httpx.post(where, json=LONG, timeout=PATIENCE_S)
         assert late.status_code in (500, 503)
-        assert not any("nobody knows" in each.text for each in (streamed, whole, late, health()))
+        assert not any("of unknown cause" in each.text for each in (streamed, whole, late, health()))
         served.engine.cache.step = step  # type: ignore[method-assign]
         served.engine.close()
 
 
 def _broken() -> Any:
-    raise RuntimeError("nobody knows")
+    raise RuntimeError("of unknown cause")
 
 
 def test_a_body_of_a_million_mistakes_costs_little(served: Running) -> None:
@@ -69,21 +69,21 @@ def test_a_misspelt_order_changes_nothing(served: Running) -> None:
 
 
 class Reluctant(MemoryStore):
-    """Fails to close, when it is let go."""
+    """Fails to close, once the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.let_go = Event()
 
     def close(self) -> None:
-        assert self.let_go.wait(PATIENCE_S), "nobody let it go"
+        assert self.let_go.wait(PATIENCE_S), "the test never released it"
         raise StoreError("the disk hangs")
 
 
 def test_a_store_that_fails_to_close_after_its_detacher_has_gone_is_a_line_in_the_log(
     served: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was an exception that nobody had heard of, told when its remains were collected."""
+    """No code had heard of that exception, and it was reported when its remains were collected."""
     store = Reluctant()
     monkeypatch.setattr(stores, "open_store", lambda where, options: store)
     monkeypatch.setattr(cache_routes, "_DETACH_WAIT_S", 0.01)

@@ -59,7 +59,7 @@ def test_state_shows_tiers_and_counters(http: httpx.Client) -> None:
 
 
 def test_state_says_when_pages_go_down(http: httpx.Client) -> None:
-    """By default as the sizes of the tiers suggest: the host has as much room as the device, and would only repeat it."""
+    """The default follows from the sizes of the tiers: the host is as large as the device, and would only repeat it."""
     assert http.get("/cache").json()["write_policy"] == {"policy": "exclusive", "resumable_after_s": None}
     with running(write=WritePolicy.SELECTIVE) as asked:
         state = httpx.get(f"{asked.address}/cache", timeout=PATIENCE_S).json()
@@ -82,7 +82,7 @@ def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
     assert after["cause"] == "complete" and after["restore_tokens"] > len(PROMPT) and "resumes at token" in after["says"]
     assert after["device_tokens"] + after["host_tokens"] == after["restore_tokens"] and "from the device" in after["says"]
     other = http.post("/cache/explain", json=asked | {"cache_salt": "another"}).json()
-    assert (other["cause"], other["restore_tokens"]) == ("never_stored", 0), "what other salts hold is nobody's business"
+    assert (other["cause"], other["restore_tokens"]) == ("never_stored", 0), "what other salts hold stays private"
     short = http.post("/cache/explain", json={"prompt": [1, 2]}).json()
     assert short["cause"] == "too_short" and "shorter than a page" in short["says"]
     chat = http.post("/cache/explain", json={"messages": [{"role": "user", "content": "unheard of"}]}).json()
@@ -91,7 +91,7 @@ def test_explain_says_why_a_prompt_starts_over(http: httpx.Client) -> None:
 
 
 def test_nobody_is_told_what_another_salt_holds(http: httpx.Client, served: Running) -> None:
-    """Neither by explain nor by anything else that whoever may ask can read: a salt's prompts are its own."""
+    """Neither explain nor any other route that a client can read shows it: a salt's prompts are its own."""
     say(http, "Secret. " + PROMPT, cache_salt="theirs")
     settled(served)
     salts = ({}, {"cache_salt": "mine"})
@@ -261,26 +261,26 @@ def test_stores_come_and_go_while_requests_run(admin: httpx.Client, served: Runn
     assert admin.get("/cache").json()["store"] == {"name": None, "state": "detached", "says": "detached"}
     admin.post("/cache/flush", json={}).raise_for_status()
     assert say(admin, prompt)["cached_tokens"] == 0
-    assert admin.post("/cache/store", json=where).status_code == 200  # nobody holds its directory any more
+    assert admin.post("/cache/store", json=where).status_code == 200  # no process holds its directory any more
     assert admin.delete("/cache/store").status_code == 200
     served.audit()
 
 
 class Stuck(MemoryStore):
-    """Answers no question until it is let go."""
+    """Answers no question until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.let_go = Event()
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        assert self.let_go.wait(60), "nobody let it go"
+        assert self.let_go.wait(60), "the test never released it"
         return super().contains(space, keys)
 
 
 def test_explain_says_when_the_store_did_not_answer_and_never_blocks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(question: Question) -> None:
-        raise AssertionError("somebody waits on the engine's thread")
+        raise AssertionError("the engine's thread waits for the store")
 
     monkeypatch.setattr(Question, "wait", wait)
     store = Stuck()

@@ -159,5 +159,5 @@ def test_a_chat_without_a_template_ends_where_the_model_begins_another_message()
 
     assert stops(None) == (".", *ROLE_MARKERS)
     assert stops(None, ignore_eos=True) == (".",), "an answer that is to ignore its end goes on"
-    assert len(stops(None, stop=["x"] * 16)) == 16, "as many as a request may have"
+    assert len(stops(None, stop=["x"] * 16)) == 16, "the most that a request may have"
     assert stops(CHAT_TEMPLATE) == (".",)

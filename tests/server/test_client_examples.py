@@ -127,7 +127,7 @@ def test_the_asynchronous_client_and_that_of_the_module_say_the_same(
 
 
 def test_errors_are_those_that_clients_catch(served: Running, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.AuthenticationError), served.client("of nobody") as other:
+    with pytest.raises(openai.AuthenticationError), served.client("of no user") as other:
         other.models.list()
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
         client.models.retrieve("no-such-model")

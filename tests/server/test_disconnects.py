@@ -117,7 +117,7 @@ def test_while_answers_finish_new_requests_are_sent_elsewhere() -> None:
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
             assert int(refused.headers["Retry-After"]) > 0, "clients try again by it"
         counted = 'stepwell_http_errors_total{status="503"} 2.0'
-        assert counted in httpx.get(f"{made.address}/metrics").text  # which still tells
+        assert counted in httpx.get(f"{made.address}/metrics").text  # which still answers
         held.let_go()
         assert [line for line in lines if line][-1] == "data: [DONE]"
 

@@ -1,4 +1,4 @@
-"""The first request with a grammar: the vocabulary has been read by then, and nobody else waits for it."""
+"""The first request with a grammar: the vocabulary has been read by then, and no other request waits for it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_formats_and_forced_calls_begin_behind_what_a_model_thinks(opening: str,
 
         messages = [each.message for each in ask(n=8, **choice).choices]
         assert all(each.content in ("up", "down") and "]" not in thought(each) for each in messages)
-        assert any(map(thought, messages)) is (opening == "["), "what is thought is told apart, where anything is"
+        assert any(map(thought, messages)) is (opening == "["), "thoughts are reported separately, where there are any"
         message = messages[0]  # which a stream with the same seed repeats
         pieces = [chunk.choices[0].delta for chunk in ask(stream=True, **choice)]
         assert "".join(each.content or "" for each in pieces) == message.content

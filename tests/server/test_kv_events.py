@@ -70,7 +70,7 @@ def served(events: ZmqEvents) -> Iterator[Running]:
 
 @pytest.fixture
 def picture(served: Running, events: ZmqEvents) -> Picture:
-    """Of everything that was told so far."""
+    """A picture of everything that was reported so far."""
     return caught_up(events, Picture())
 
 

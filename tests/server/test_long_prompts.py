@@ -44,7 +44,7 @@ class Watched:
     took_s: float
     probes: int
     slowest_probe_s: float
-    streamed: int  # events of somebody else's answer
+    streamed: int  # events of another client's answer
 
 
 def watch(served: Running, path: str, body: bytes) -> Watched:

@@ -13,7 +13,7 @@ from server.serving import CONTEXT, NAME, PAGE, Held, Running, running
 from stepwell.engine.loading.random_hybrid import byte_tokenizer
 from waiting import PATIENCE_S
 
-STORY = "Once upon a time, at the foot of a hill, somebody dug a well with steps. "
+STORY = "Once upon a time, at the foot of a hill, villagers dug a well with steps. "
 
 
 def complete(client: openai.OpenAI, prompt: object, **more: object) -> openai.types.Completion:
@@ -153,7 +153,7 @@ def test_seeds_may_be_below_zero_as_in_openai_s_api(client: openai.OpenAI) -> No
 
 
 def test_no_alternatives_are_no_mistake(client: openai.OpenAI) -> None:
-    """Clients send a 0 where nobody asked for logprobs."""
+    """Clients send a 0 where the user asked for no logprobs."""
     assert chat(client, "None.", STORY, top_logprobs=0, max_tokens=2).choices[0].logprobs is None
 
 

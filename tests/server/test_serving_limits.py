@@ -36,7 +36,7 @@ def test_requests_beyond_the_longest_are_refused_and_those_up_to_it_are_answered
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
         assert "the 64 that this server can hold" in refused.json()["error"]["message"]
         chat = ask(served, path="/v1/chat/completions", messages=MESSAGES).json()
-        assert chat["usage"]["total_tokens"] == 64  # as many as fit
+        assert chat["usage"]["total_tokens"] == 64  # the most that fits
         assert httpx.get(f"{served.address}/v1/models").json()["data"][0]["max_model_len"] == 64
 
 
@@ -113,7 +113,7 @@ def test_a_request_that_the_engine_has_not_even_taken_ends_in_time_too() -> None
     with running(serving={"request_timeout_s": SHORT_S}) as served:
         go_on = threading.Event()
         served.server.served.loop.call(lambda engine: go_on.wait(PATIENCE_S))  # as a pass that takes very long
-        late = ask(served, prompt="Nobody hears this.")
+        late = ask(served, prompt="No one hears this.")
         go_on.set()
         assert late.status_code == 504 and late.json()["error"]["code"] == "request_timeout"
         served.audit()

@@ -92,7 +92,7 @@ def test_hits_come_from_ones_own_prompts_alone(two: Clients, salt: dict[str, str
     prompt = f"Hits {salt}. " + PROMPT
     assert say(two.alice, prompt, **salt) == 0 and say(two.alice, prompt, **salt) > 0
     assert say(two.bob, prompt, **salt) == 0 and say(two.bob, prompt, **salt) > 0
-    assert say(two.admin, prompt, **salt) == 0, "the operator is nobody's tenant"
+    assert say(two.admin, prompt, **salt) == 0, "the operator belongs to no tenant"
 
 
 def test_chats_are_kept_apart_as_well(two: Clients) -> None:
@@ -260,8 +260,8 @@ def test_the_engine_is_told_whose_a_request_is(two: Clients, monkeypatch: pytest
 
     monkeypatch.setattr(Engine, "submit", noting)
     for http in (two.alice, two.carol):
-        say(http, "Told. " + PROMPT)
-        say(http, "Told. " + PROMPT, cache_salt="s", cache_ttl_s=5.0)
+        say(http, "Said. " + PROMPT)
+        say(http, "Said. " + PROMPT, cache_salt="s", cache_ttl_s=5.0)
     assert [(ask.tenant, ask.ttl_s) for ask in reported] == [("alice", None), ("alice", 5.0), ("carol", 600.0), ("carol", 5.0)]
     assert len({(ask.tenant, ask.salt) for ask in reported}) == 4 and [ask.salt for ask in reported[2:]] == [
         "[null, null]",

@@ -36,7 +36,7 @@ def a_form(*, begun: bool) -> ChatForm:
 
 
 def reported(tokens: Sequence[int], *, begun: bool, at_once: int, late: int) -> tuple[str, ...]:
-    """Reasoning and content of an answer whose deltas have so many tokens each, and text that comes `late` by so many."""
+    """Reasoning and content of an answer with `at_once` tokens in each delta, and text that comes `late` tokens late."""
     form, pieces, texts = a_form(begun=begun), [], [""] * late + [TEXTS[each] for each in tokens]
     for start in range(0, len(tokens), at_once):
         stop = start + at_once

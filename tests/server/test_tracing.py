@@ -31,14 +31,14 @@ from stepwell.engine.engine import Engine
 from stepwell.server.monitoring.tracing import Traces, _Once, spans_to
 from waiting import PATIENCE_S, wait_until
 
-SECRET = "nobody but the engine may read this"
+SECRET = "no one but the engine may read this"
 PROMPT = f"{SECRET}. " * 6
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CLIENT = {"traceparent": f"00-{TRACE}-{SPAN}-01"}
 
 
 class Spans:
-    """Everything a server told of its requests."""
+    """Everything a server reported about its requests."""
 
     def __init__(self, exporter: InMemorySpanExporter, http: httpx.Client) -> None:
         self._exporter, self.http = exporter, http
@@ -51,7 +51,7 @@ class Spans:
         return {span.name: span for span in self.found("request")}
 
     def found(self, last: str, count: int = 1) -> Sequence[ReadableSpan]:
-        """All spans, once so many of a name are there; a request's own ends behind its parts."""
+        """All spans, once `count` of one name are there; a request's own ends behind its parts."""
         wait_until(lambda: sum(each.name == last for each in self._exporter.get_finished_spans()) >= count)
         return self._exporter.get_finished_spans()
 
@@ -241,7 +241,7 @@ def test_what_a_collector_decodes_has_names_parents_times_and_attributes() -> No
 
 
 class Failing(SpanExporter):
-    """Fails, or raises, or succeeds, as it is told."""
+    """Fails, raises or succeeds, as the test says."""
 
     def __init__(self) -> None:
         self.result: SpanExportResult | Exception = SpanExportResult.FAILURE

@@ -1,4 +1,4 @@
-"""What the page at `/ui` asks for: who may see it, that it adds up, and that it never says what somebody asked."""
+"""What the page at `/ui` asks for: who may see it, that it adds up, and that it never shows what a client asked."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from stepwell.store.wrappers import Wrapper
 from waiting import PATIENCE_S, wait_until
 
 WATCHED = ("/cache/history", "/cache/requests", "/cache/tree", "/cache/store")
-PROMPT = "A prompt long enough for several pages, whose words nobody else may read. " * 3
+PROMPT = "A prompt long enough for several pages, whose words no one else may read. " * 3
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def client(made: Running, key: str | None = None) -> httpx.Client:
 
 
 def asking(made: Running, body: dict[str, object]) -> threading.Thread:
-    """Somebody who waits for an answer."""
+    """Starts a client that waits for an answer."""
     wait = {"json": body, "timeout": PATIENCE_S}
     thread = threading.Thread(target=httpx.post, args=(f"{made.address}/v1/completions",), kwargs=wait)
     thread.start()
@@ -153,7 +153,7 @@ def test_a_survey_is_handed_out_again_for_a_moment(fresh: Running, monkeypatch: 
         first = http.get("/cache/tree").json()
         say(http, "Another. " + PROMPT)
         assert http.get("/cache/tree").json() == first, "however many look, the engine is asked once"
-        assert admin.get("/cache/tree").json()["num_paths"] > first["num_paths"], "and nobody is handed what another may see"
+        assert admin.get("/cache/tree").json()["num_paths"] > first["num_paths"], "and no client gets what only another may see"
 
 
 def test_many_who_look_at_once_cost_one_survey(fresh: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_a_store_that_does_not_know_its_size_is_no_error(fresh: Running) -> None
 
 
 class OfAnotherPackage:
-    """A store that somebody wrote before stores could list their spaces: it knows its size, and nothing more."""
+    """A store written before stores could list their spaces: it knows its size, and nothing more."""
 
     def __init__(self, inner: MemoryStore) -> None:
         self._inner = inner

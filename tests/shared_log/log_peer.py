@@ -1,10 +1,10 @@
-"""A process with shared logs of its own, that uses them as it is told. Run by `processes.Peer`, with options as its argument.
+"""A process with shared logs of its own, which follows orders. Run by `processes.Peer`, with options as its argument.
 
 {"do": "open", "directory": "/..."}                             -> whether it owns the log
 {"do": "write", "names": ["a"], "size": 1000}                   -> what came of it, or the error
 {"do": "read", "names": ["a"], "size": 1000}                    -> which came, every byte checked
 {"do": "delete", "names": ["a"]} {"do": "owns"} {"do": "close"}
-{"do": "fork"}                                                  -> a fork that stays, and what the log told it
+{"do": "fork"}                                                  -> a fork that stays, and what the log answered it
 {"do": "live", "prefix": "p"}                                   -> lines of ["stored", name, ...] and the like, until it is killed
 """
 

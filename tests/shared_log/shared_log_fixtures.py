@@ -26,7 +26,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_here(directory: Path) -> Iterator[OpenHere]:
-    """Opens the directory in this process: as owner, or as client of whoever has it."""
+    """Opens the directory in this process: as owner, or as client of the process that owns it."""
     with ExitStack() as stack:
 
         def open_(**options: str) -> SharedLog:

@@ -81,7 +81,7 @@ def recovery(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recovery]:
 
 
 class Recovery:
-    """From now on a recovery begins, and ends when it is let go on."""
+    """From now on a recovery begins, and ends when the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun, self.go_on = Event(), Event()
@@ -171,7 +171,7 @@ def test_a_call_waits_for_a_recovery_no_longer_than_its_timeout(
     recovery.go_on.clear()
     next_owner = pool.submit(open_here)
     assert recovery.begun.wait(PATIENCE_S)
-    # On a busy machine that second may be over before it is heard that somebody recovers.
+    # On a busy machine that second may be over before the answer says that another process recovers.
     with pytest.raises(StoreError, match=r"is recovering the log for 1 s; it is tried again|no answer in time"):
         client.contains(HERE, [key("x")])
     recovery.go_on.set()

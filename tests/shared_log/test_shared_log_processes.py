@@ -1,4 +1,4 @@
-"""Several processes with one log: they see each other's values, and whoever ends takes nothing acknowledged along."""
+"""Several processes with one log: they see each other's values, and a process that ends loses nothing acknowledged."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ class Life:
 
 
 def owner_of(directory: Path) -> int:
-    """The process that has the log open; 0 while nobody has."""
+    """The process that has the log open; 0 while no process has."""
     return int((directory / "lock").read_text() or 0) if Disk().is_locked(directory) else 0
 
 
@@ -210,7 +210,7 @@ def test_killed_owners_lose_nothing_that_was_acknowledged(start_peer: StartPeer,
     for kill in range(KILLS):
         before = {life: life.turns for life in alive}
         wait_until(lambda before=before: all(life.turns > turns for life, turns in before.items()), "everybody goes on")
-        pid = wait_until(lambda: owner_of(directory), "somebody owns the log")
+        pid = wait_until(lambda: owner_of(directory), "a process owns the log")
         time.sleep(random.uniform(0.0, 0.01))  # within whatever it does next
         owner = next(life for life in alive if life.peer.pid == pid)
         owner.kill()
@@ -277,7 +277,7 @@ def test_a_stopped_owner_is_an_error_in_time_and_no_more(open_here: OpenHere, st
     client = open_here(timeout="120")
     assert client.write_from(HERE, [offer(HERE, "y", 5000)]) == [WriteOutcome.STORED] and not client.owns
     peer.ask("close")  # once whatever it had been asked is done
-    assert fetch(client, HERE, "x", 5000) is not None, "what nobody waited for is not deleted later"
+    assert fetch(client, HERE, "x", 5000) is not None, "a delete that no caller waited for is not done later"
 
 
 def test_a_log_that_is_not_shared_is_an_error_that_says_so(directory: Path, start_peer: StartPeer) -> None:
@@ -321,7 +321,7 @@ def test_clients_killed_in_the_middle_cost_the_owner_nothing(open_here: OpenHere
         stored |= life.names("stored") - life.names("deleting")
         assert store.write_from(HERE, [offer(HERE, f"mine {number}", 5000)]) == [WriteOutcome.STORED]
     wait_until(lambda: not store._server._peers, "their connections are closed")
-    wait_until(lambda: "stepwell-values" not in Path("/proc/self/maps").read_text(), "their memory is given back")
+    wait_until(lambda: "stepwell-values" not in Path("/proc/self/maps").read_text(), "their memory is released")
     assert all(fetch(store, HERE, name, SIZES[int(name[-1])]) is not None for name in stored)
 
 
@@ -338,7 +338,7 @@ def test_a_fork_holds_nothing_and_says_so(role: str, open_here: OpenHere, start_
     assert peer.ask("read", names=["x"], size=5000) == [True]
     child = peer.ask("fork")
     try:
-        assert "of which this is a fork" in child["said"]
+        assert "this is a fork" in child["said"]
         assert peer.ask("read", names=["x"], size=5000) == [True], "the fork's end is not its parent's"
         os.kill(peer.pid, signal.SIGKILL)  # its child lives on, and must hold neither lock nor socket
         assert fetch(store, HERE, "x", 5000) is not None and store.owns

@@ -1,4 +1,4 @@
-"""Whatever comes through the socket of a shared log costs whoever sent it a connection, and nobody else anything."""
+"""Whatever comes through the socket of a shared log costs its sender a connection, and other clients nothing."""
 
 from __future__ import annotations
 

@@ -45,5 +45,5 @@ def give(page: Page, token: str) -> None:
 
 
 def wait_for(page: Page, selector: str, text: str) -> None:
-    """Waits until something says so. By a locator: the page lets nobody evaluate text, tests included."""
+    """Waits until something says so. By a locator: the page does not allow evaluation of text, even to tests."""
     page.locator(selector).filter(has_text=text).wait_for()

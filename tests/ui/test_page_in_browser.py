@@ -1,4 +1,4 @@
-"""The page at `/ui` as people meet it: in a browser, on a phone, on paper, with a token and without, and when nobody answers."""
+"""The page at `/ui` as people meet it: in a browser, on a phone, on paper, with a token and without, and with no server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_token_opens_the_page_and_stays_in_the_tab(open_page: OpenPage) -> N
         page.on("request", lambda request: asked.append(request.url))
         give(page, "another token")
         wait_for(page, "#status", "does not open")
-        assert page.locator("#main").is_hidden() and asked == [f"{made.address}/cache"], "whoever is refused asks for no more"
+        assert page.locator("#main").is_hidden() and asked == [f"{made.address}/cache"], "a refused page asks for no more"
         give(page, KEY)
         is_shown(page)
         assert page.locator("#flush").is_disabled() and "not the admin token" in text_of(page, "#token-note")
@@ -101,9 +101,9 @@ def test_the_token_opens_the_page_and_stays_in_the_tab(open_page: OpenPage) -> N
         page.wait_for_selector("#token-form[data-state=admin]")
         page.fill("#prompt", "for the operator alone")
         page.fill("#salt", "sea")
-        page.click("#forget")
+        page.click("#token-form button[type=button]")
         page.wait_for_selector("#status[data-state=refused]")
-        assert page.input_value("#prompt") == "" == page.input_value("#salt"), "whoever comes next reads none of it"
+        assert page.input_value("#prompt") == "" == page.input_value("#salt"), "the next user reads none of it"
         assert page.locator("#main").is_hidden() and page.evaluate("sessionStorage.length") == 0
 
 

@@ -29,7 +29,7 @@ class Decode:
 
 
 class Router:
-    """Cuts an answer off when its server is gone after the first word; fails when told."""
+    """Cuts an answer off when its server is gone after the first word; fails `fails` times first."""
 
     def __init__(self, decodes: list[Decode], *, fails: int = 0) -> None:
         self._decodes, self.fails = decodes, fails

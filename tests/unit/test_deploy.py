@@ -131,7 +131,7 @@ def test_probes_ask_for_what_the_server_answers() -> None:
     assert {name: probe["path"] for name, probe in probes.items()} == {
         "startup": "/health",
         "liveness": "/health",
-        "readiness": "/ready",  # which fails while a server stops, when nobody is to restart it
+        "readiness": "/ready",  # which fails while a server stops, when nothing must restart it
     }
     assert {probe["path"] for probe in probes.values()} <= served
     assert {probe["port"] for probe in probes.values()} == {port["name"] for port in container()["ports"]}

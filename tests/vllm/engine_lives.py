@@ -1,4 +1,4 @@
-"""Runs vLLM engines one after the other in this process, as told on standard input, and says what each of them answered.
+"""Runs vLLM engines one after the other in this process, in the order of standard input, and says what each of them answered.
 
 A life: {"model": folder, "llm": {...}, "kv": {...} or null,
 "rounds": [[{"tokens": [...], "salt": ..., "lora": folder}]], "max_tokens": n, "events": whether to report KV events}.

@@ -48,7 +48,7 @@ def _check_events(report: Report, media: set[str], num_blocks: int) -> None:
 def _told(report: Report, medium: str) -> dict[tuple[int, int], list[int]]:
     """The tokens of blocks that were stored, by group and hash.
 
-    vLLM tells the tokens of blocks that it left out between others too: which tokens are whose is then not told.
+    vLLM also reports the tokens of blocks that it left out between others: it is then unknown which tokens belong to which block.
     """
     found = {}
     for event in report["events"]:

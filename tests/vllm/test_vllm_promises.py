@@ -50,7 +50,7 @@ def test_branching_conversations_on_a_small_pool_with_late_copies(models: Path, 
         # who was preempted computes tokens of its answer together that came one by one: state of Mamba rounds differently then
         sums = [logprob for _, logprob in answers(life_of)]
         assert sums == pytest.approx([logprob for _, logprob in answers(alone)], rel=1e-6)
-    assert first["preemptions"] + second["preemptions"] > 0, "the pool has room for all"
+    assert first["preemptions"] + second["preemptions"] > 0, "the pool has space for all"
     assert sum(scheduled(second)) < sum(scheduled(first)), "the second process found nothing of the first"
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_store_is_a_miss(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_store_that_hangs_is_not_waited_for(models: Path, tmp_path: Path) -> None:
-    """Its reads take longer than a request waits, and what they give in the end is nobody's any more."""
+    """Its reads take longer than a request waits, and what they bring in the end belongs to no request any more."""
     model = make("falconh1", models)
     (first,) = run(life(model, [[PROMPT]], kv=stepwell(tmp_path)))
     kv = stepwell(tmp_path, module=TRYING, prefetch_timeout_s=0.5)

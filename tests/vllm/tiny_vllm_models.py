@@ -74,7 +74,7 @@ def make(name: str, folder: Path) -> Path:
 
 
 def make_tokenizer(model: Path) -> None:
-    """Writes one word for each token beside a model: servers start with a tokenizer only."""
+    """Writes one word for each token next to a model: servers start with a tokenizer only."""
     words = {f"w{number}": number for number in range(BASE["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()

@@ -23,7 +23,7 @@ from stepwell.transfer.store_worker import Sealed, StoreWorker
 
 WHAT, _, AMOUNT = os.environ["TRYING"].partition("=")
 KILLED_SAVE, _, AWAITED = AMOUNT.partition(",")
-STORE_S = 300.0  # that a process which is to be killed waits for its store, at most
+STORE_S = 300.0  # the longest wait for its store, of a process that the test kills
 saves, acknowledged = count(1), {"pages": Event(), "checkpoint": Event()}
 
 
@@ -45,7 +45,7 @@ class _Trying:
 
 
 def _fail() -> None:
-    raise OSError("told to fail")
+    raise OSError("fails on purpose")
 
 
 def _kill() -> None:
@@ -55,7 +55,7 @@ def _kill() -> None:
 
 
 def _put(self: StoreWorker, group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
-    """Of a checkpoint, the manifest is written last: before that, its pages and its members are there in vain."""
+    """The manifest of a checkpoint is written last: before that, its pages and its members are there in vain."""
     outcomes = _inner_put(self, group, cancelled)
     for sealed, outcome in zip(group, outcomes, strict=True):
         if all(status is ItemStatus.OK for status in outcome.statuses):

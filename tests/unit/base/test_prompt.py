@@ -197,7 +197,7 @@ def test_fingerprint_ignores_the_models_name_only() -> None:
 
 
 def test_rows_in_an_engines_own_order_are_another_layout() -> None:
-    """Their sizes are the same, so nothing else tells the two apart."""
+    """Their sizes are the same, so nothing else distinguishes the two."""
     orders = [None, "", "heads, tokens", "tokens, heads"]
     assert len({replace(HYBRID, row_order=order).fingerprint for order in orders}) == len(orders)
     ranks = replace(HYBRID, row_order="heads, tokens").for_ranks(1)

@@ -82,7 +82,7 @@ def test_a_prompt_longer_than_the_tier(host_pages: int | None) -> None:
     with pytest.raises(NoRoom, match=r"34 prefix page\(s\).*can never fit into the device tier of 1024 bytes") as refusal:
         rig.open(text(2, 133))
     assert not refusal.value.waiting
-    assert rig.restore(text(1, 9)) == 8, "a refused request cost somebody else his pages"
+    assert rig.restore(text(1, 9)) == 8, "a refused request cost another request its pages"
     rig.idle_check()
 
 
@@ -147,7 +147,7 @@ def test_a_second_release() -> None:
     other = rig.ready(text(1, 9))
     lease = rig.ready(text(1, 9))
     rig.cache.release(lease)
-    with pytest.raises(LeaseError, match="given back already"):
+    with pytest.raises(LeaseError, match="already, or belongs to another cache"):
         rig.cache.release(lease)
     with lease:  # leaving a closed lease's block is no second release
         pass

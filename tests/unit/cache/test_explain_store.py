@@ -189,14 +189,14 @@ def test_a_store_that_is_switched_off_is_not_asked() -> None:
 
 
 class Stuck(MemoryStore):
-    """Answers no question until it is let go."""
+    """Answers no question until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.let_go = Event()
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        assert self.let_go.wait(60), "nobody let it go"
+        assert self.let_go.wait(60), "the test never released it"
         return super().contains(space, keys)
 
 

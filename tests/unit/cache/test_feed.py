@@ -1,4 +1,4 @@
-"""A feed tells what is stored and evicted, in every tier. `tests/property` proves that it tells all of it, and nothing else."""
+"""A feed reports what is stored and evicted in every tier. `tests/property` proves that it reports all of it and nothing else."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_listener_that_takes_nothing_loses_the_oldest_and_is_told_how_much() -
 def test_nobody_is_told_before_listening_nor_after_closing() -> None:
     rig = Rig(FULL, host_pages=64)
     rig.serve(PROMPT)
-    assert not any(node.keys for node in rig.tree.nodes()), "keys are made although nobody listens"
+    assert not any(node.keys for node in rig.tree.nodes()), "keys are made although no listener is there"
     feed = rig.cache.listen()
     assert not feed.take()
     feed.close()
@@ -167,7 +167,7 @@ def test_a_save_that_failed_is_told_neither_as_stored_nor_as_evicted() -> None:
         while lease.position < lease.num_tokens:
             rig.compute(lease, min(rig.cache.next_stop(lease) or lease.num_tokens, lease.num_tokens))
             for job in list(rig.executor.pending):
-                rig.executor.answer(job, error="told to fail" if _is_save(rig, job) else None)
+                rig.executor.answer(job, error="fails on purpose" if _is_save(rig, job) else None)
             rig.cache.step()
     rig.settle()
     assert rig.cache.counters["save_failures"]

@@ -1,4 +1,4 @@
-"""A device whose memory is gone is forgotten, and nothing else: what the host and the store have serves as before."""
+"""Losing the memory of a device drops that tier and nothing else: what the host and the store have serves as before."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_copies_under_way_are_taken_back_and_what_they_read_stays_trusted(spec: 
     lose(rig)
     assert not rig.executor.pending
     rig.idle_check()
-    assert rig.serve(text(1, 40)).host >= 16, "a load that was taken back has told nothing against its source"
+    assert rig.serve(text(1, 40)).host >= 16, "a load that was cancelled counts nothing against its source"
     rig.idle_check()
 
 
@@ -65,7 +65,7 @@ def test_what_ended_before_the_loss_counts() -> None:
     rig = Rig(FULL, host_pages=64)
     with rig.open(text(1, 17)) as lease:
         rig.compute(lease, 16)
-    rig.executor.finish_all()  # a save; nobody has looked yet
+    rig.executor.finish_all()  # a save; the cache has not looked yet
     lose(rig)
     rig.idle_check()
     assert rig.serve(text(1, 17)).host == 16

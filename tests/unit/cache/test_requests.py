@@ -241,7 +241,7 @@ def test_no_stop_is_asked_for_among_tokens_that_are_being_computed() -> None:
     lease = rig.ready(text(1, 30), hints=(8,))
     assert lease.stops == (8, 28)
     assert not rig.cache.ask_checkpoint(lease, 12, begun=16) and lease.stops == (8, 28)
-    assert rig.cache.ask_checkpoint(lease, 8, begun=16), "a stop that is there already is not forgotten"
+    assert rig.cache.ask_checkpoint(lease, 8, begun=16), "a stop that is there already is not dropped"
     assert rig.cache.ask_checkpoint(lease, 16, begun=16) and lease.stops == (8, 16, 28), "nothing is queued behind this one yet"
     assert [rig.cache.next_stop(lease, after=after) for after in (0, 8, 15, 16)] == [8, 16, 16, 28]
     rig.cache.release(lease)

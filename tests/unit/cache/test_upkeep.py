@@ -103,7 +103,7 @@ def test_write_back_tries_again_once_the_host_has_room() -> None:
 
 
 class SlowSaves:
-    """A copy engine whose saves wait to be let go."""
+    """A copy engine whose saves wait until the test releases them."""
 
     def __init__(self) -> None:
         self.gate = Event()

@@ -1,4 +1,4 @@
-"""Waiting for a lease, closing beside something that hangs, and calls from a second thread: bounded, and never silent."""
+"""Waiting for a lease, closing next to something that hangs, and calls from a second thread: bounded, and never silent."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_does_not_keep_the_cache_from_closing() -> None:
 
 
 class Hanging(Wrapper):
-    """Writes hang until they are let go."""
+    """Writes hang until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__(memory := MemoryStore())
@@ -363,7 +363,7 @@ def test_threads_start_with_work_and_end_with_their_cache_even_where_nobody_clos
     mine = use()
     assert mine
     gc.collect()
-    wait_until(lambda: not any(thread.is_alive() for thread in mine), "the threads of a forgotten cache end")
+    wait_until(lambda: not any(thread.is_alive() for thread in mine), "the threads of a dropped cache end")
 
 
 def test_what_waiting_found_is_told_by_the_next_step() -> None:

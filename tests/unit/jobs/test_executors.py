@@ -1,6 +1,6 @@
 """Executors: threads, inline, scripted; failures come home as values.
 
-At the store, questions never wait behind reads, what has not begun is taken back, and nothing holds the process.
+At the store, questions never wait behind reads, what has not begun is cancelled, and nothing holds the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Gate:
         work = self._inner.begin(plan)
 
         def behind_the_gate() -> None:
-            assert self.open.wait(PATIENCE_S), "nobody opened the gate"
+            assert self.open.wait(PATIENCE_S), "the test never opened the gate"
             if self.error is not None:
                 raise self.error
             work()
@@ -223,7 +223,7 @@ FETCH = FetchPages(keys=(KEY,), ids=np.array([0], np.int32))
 
 
 class Stuck(Wrapper):
-    """Reads hang until they are let go."""
+    """Reads hang until the test releases them."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore())
@@ -257,7 +257,7 @@ def test_a_question_is_answered_while_reads_hang_and_what_waits_behind_them_can_
     assert busy.withdraw(JobId(2)) and not busy.withdraw(JobId(1)) and not busy.withdraw(JobId(3))
     store.go.set()
     busy.drain(PATIENCE_S)
-    assert [reply.job for reply in busy.answers()] == [1], "what was taken back is never answered"
+    assert [reply.job for reply in busy.answers()] == [1], "what was cancelled is never answered"
     busy.close()
 
 
@@ -297,7 +297,7 @@ def test_a_store_that_hangs_for_ever_does_not_keep_the_process_from_ending() -> 
 
 
 def test_work_waits_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work before was lost, and the line took all that came later for work that somebody did."""
+    """The earlier work was lost, and the line took all that came later for work under way in another thread."""
     began: list[int] = []
     done = Event()
 
@@ -321,7 +321,7 @@ def test_two_who_submit_at_once_start_one_thread_for_one_line(monkeypatch: pytes
     other = threading.Thread(target=line.submit, args=(done.set,))
 
     class Interrupted(threading.Thread):
-        """While the first one starts, somebody else submits."""
+        """While the first one starts, another thread submits."""
 
         def start(self) -> None:
             started.append(self)

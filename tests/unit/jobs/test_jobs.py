@@ -19,7 +19,7 @@ LIMIT_S = 30.0
 
 
 class Few:
-    """Three jobs, each with a host page of its own; what came of them is noted, and one of them breaks what it tells."""
+    """Three jobs, each with a host page of its own; what came of them is noted, and one of them raises when it ends."""
 
     def __init__(self, *, broken: int) -> None:
         self.rig = Rig(FULL, host_pages=16, device_pages=16)
@@ -58,7 +58,7 @@ def test_an_answer_that_cannot_be_applied_takes_no_other_with_it() -> None:
     few.answer_all()
     with pytest.raises(ValueError, match="job 2"):
         few.jobs.apply()
-    assert [answer.job for answer in few.jobs.apply()] == [1, 3], "told by the next call"
+    assert [answer.job for answer in few.jobs.apply()] == [1, 3], "reported by the next call"
     assert few.ended == [(1, End.ANSWERED), (2, End.ANSWERED), (3, End.ANSWERED)]
     assert not few.jobs.num_running and not few.used, "what it held is free"
     assert few.jobs.apply() == []

@@ -134,13 +134,13 @@ def test_one_that_is_killed_is_named_with_its_signal(start: Callable[..., Proces
 
 
 @pytest.mark.parametrize("end", ["-1", "-2"])
-@pytest.mark.parametrize("meanwhile", ["told", "not told"])
+@pytest.mark.parametrize("meanwhile", ["spoken to", "not spoken to"])
 def test_last_words_are_heard_before_the_end_is_seen(meanwhile: str, end: str, start: Callable[..., Processes]) -> None:
-    """Also where somebody spoke to it after it was gone, and where another was gone before; on either channel."""
+    """Also where a message was sent to it after it was gone, and where another was gone before; on either channel."""
     processes = start(*[LAST_WORDS.replace("argv[-1]", f"argv[{end}]")] * 2)
     for pid in processes.pids:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    if meanwhile == "told":
+    if meanwhile == "spoken to":
         processes.send_all(Message(kind="word"), work=end == "-2")
     assert [(rank, each.kind) for rank, each in hear(processes, 2)] == [(0, "failed"), (1, "failed")]
     assert str(lost(processes)) == "rank 0 was lost: it ended with status 1"
@@ -226,10 +226,10 @@ def test_one_that_is_stopped_gives_no_sign_of_life_and_ends_all_the_same(start: 
 def test_one_that_only_rests_is_not_lost(start: Callable[..., Processes]) -> None:
     skipped_s = [0.0]
     processes = start(ECHO)
-    processes._clock = lambda: monotonic() + skipped_s[0]  # when it was heard is told by the real one
+    processes._clock = lambda: monotonic() + skipped_s[0]  # the real one says when it was heard
     hear(processes, 1)
     for _ in range(3):
-        skipped_s[0] += 1000.0  # asked, it answers, however long nobody has looked
+        skipped_s[0] += 1000.0  # asked, it answers, however long the scheduler has not looked
         processes.poll()
         assert processes._ranks[0].pinged_s is not None
         skipped_s[0] = 0.0
@@ -240,7 +240,7 @@ def test_one_that_only_rests_is_not_lost(start: Callable[..., Processes]) -> Non
 def test_nobody_is_taken_for_silent_by_one_who_was_stopped_itself(start: Callable[..., Processes]) -> None:
     """As when a whole machine is held: when it goes on, ranks have as little had the time to answer as it had to listen."""
     skipped_s = [0.0]
-    processes = start(ECHO, silent_s=600.0)  # of which a quarter is long, however busy the machine is
+    processes = start(ECHO, silent_s=600.0)  # a quarter of it is long, however busy the machine is
     processes._clock = lambda: monotonic() + skipped_s[0]
     hear(processes, 1)
     os.kill(processes.pids[0], signal.SIGSTOP)

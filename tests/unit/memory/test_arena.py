@@ -210,7 +210,7 @@ def test_prefix_pages_leave_the_slabs_that_windows_of_running_requests_took() ->
     arena.alloc({Kind.PREFIX: 300})
     assert arena.shortage({Kind.PREFIX: 1}) == {Kind.PREFIX: 1} and arena.fits({Kind.WINDOW: 10})
     assert arena.unreserve() and not arena.unreserve()
-    assert arena.fits({Kind.PREFIX: 20}), "what nothing else can make room for may have them"
+    assert arena.fits({Kind.PREFIX: 20}), "a request that no eviction can serve may have them"
     arena.audit()
 
 

@@ -1,4 +1,4 @@
-"""Row pages: every prefix page has its rows in one place, and what changed is told once."""
+"""Row pages: every prefix page has its rows in one place, and every change is reported once."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_shed_rows_are_free_and_the_host_page_is_let_go_with_the_page() -> None:
     assert pages.holders()[1].tolist() == [70, 71] and not len(pages.unreferenced_host_pages())
     pages.audit()
     arena.release(Kind.PREFIX, prefix[:1])
-    assert pages.num_backed == 1 and sorted(pages.holders()[1].tolist()) == [70, 71], "not given back inside release"
+    assert pages.num_backed == 1 and sorted(pages.holders()[1].tolist()) == [70, 71], "not freed inside release"
     assert pages.unreferenced_host_pages().tolist() == [70] and not len(pages.unreferenced_host_pages())
     assert pages.holders()[1].tolist() == [71]
     pages.audit()
@@ -155,7 +155,7 @@ class Shadow:
         self.host: dict[int, int] = {}
         self.ordinal: dict[int, int] = {}
         self.new: set[int] = set()
-        self.headers: dict[int, tuple[int, int, int]] = {}  # as told
+        self.headers: dict[int, tuple[int, int, int]] = {}  # as reported
         self.hot: dict[int, int] = {}
         self.told_hot: dict[int, int] = {}
         self.use: dict[int, str] = {}  # "own" for who holds it alone, "tree" for idle ones, "both"

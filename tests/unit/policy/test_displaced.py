@@ -25,7 +25,7 @@ def test_what_went_down_longest_ago_goes_next_once_the_store_is_full() -> None:
     displaced.note(place(5), 25)
     assert displaced.next == place(2)
     displaced.note(place(6), 60)
-    assert displaced.next == place(4), "25 of it is still there beside 25 and 60"
+    assert displaced.next == place(4), "25 of it is still there with 25 and 60"
 
 
 def test_something_larger_than_the_store_displaces_all_else() -> None:

@@ -1,4 +1,4 @@
-"""What is learned about returns: rates by group and age, rhythm, where returns leave their path, and what is forgotten."""
+"""What is learned about returns: rates by group and age, rhythm, where returns leave their path, and what is dropped."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_worth_never_rises_with_age_and_is_never_zero() -> None:
 
 
 def test_worth_has_no_steps() -> None:
-    """Two paths of different groups and nearly one age must not be told apart by which side of a bin's edge they are on."""
+    """Two paths of different groups and nearly one age must not be valued apart by the side of a bin's edge that they are on."""
     reuse, regular, _ = _one_regular_among_strangers()
     for edge_s in (8.0, 16.0, 64.0, 256.0):
         before, after = _worth(reuse, regular, edge_s - 1e-6), _worth(reuse, regular, edge_s + 1e-6)

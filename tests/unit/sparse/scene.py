@@ -41,7 +41,7 @@ class Slots:
         self.used: dict[int, int] = {}
 
     def forget_rows(self, page: int) -> None:
-        """The page is another one now. What its rows left behind in slots stays there, and is nobody's."""
+        """The page is another one now. What its rows left behind in slots stays there, and belongs to no page."""
         for row in range(page * R, page * R + R):
             self.at.pop(row, None)
 
@@ -55,7 +55,7 @@ class Slots:
         self, asked: list[list[int]], hot: list[list[int]], now: int, score_of: Callable[[int, int], float]
     ) -> list[tuple[int, int]]:
         """`asked` are rows away of each request, in order; `score_of` says what a request gives to a row. Returns rows and the
-        slots they are to be fetched into.
+        slots that take them.
         """
         hit = {self.at[row] for rows in asked for row in rows if row in self.at}
         self.used.update((slot, now) for slot in hit)
@@ -176,7 +176,7 @@ class Scene:
                 self.free_page(page)
 
     def free_page(self, page: int) -> None:
-        """And somebody else writes to it."""
+        """Frees the page, and another request writes to it."""
         if page in self.rows_of:
             self.free_rows(self.rows_of.pop(page))
         if page in self.host_of:
@@ -243,7 +243,7 @@ class Scene:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def scores(self, queries: int, positions: int) -> torch.Tensor:
-        """Few numbers, so that none share a bin that differ; among them some that are none. Of all positions, or of some."""
+        """Few distinct numbers, so that different ones never share a bin, some not finite; of all positions, or of some."""
         length = self.random.randint(1, positions)
         drawn = [[self.random.choice((self.random.randint(0, 100), self.random.randint(0, 9))) for _ in range(length)]
                  for _ in range(queries)]  # fmt: skip
@@ -253,7 +253,7 @@ class Scene:
         return score_XT.to(self.device)
 
     def run(self, count: int, most_rows: int = 1) -> None:
-        """One pass over all layers, every row of which is checked."""
+        """One pass over all layers, with every row checked."""
         self.places.apply(self.changes())
         self.now += 1
         for group in set(GROUP_OF):
@@ -329,14 +329,14 @@ def live(scene: Scene, *, count: int, hot: int, passes: int, most_rows: int = 1)
             scene.run(count, most_rows)
 
 
-# ---- larger batches, of which only tables are compared -------------------------------------------------
+# ---- larger batches: only their tables are compared ----------------------------------------------------
 
 
 def random_pass(
     seed: int, *, scored: bool = False, device: str = "cpu", requests: int = 3, pages: int = 12, count: int = 24, hot: int = 9,
     rows: int = R, queries: int = 2,
 ) -> tuple[Places, Iterator[Wanted], Plan]:  # fmt: skip
-    """Requests that share half of their pages, most of which are on the host; and selections of one pass after another."""
+    """Requests that share half of their pages, most pages on the host; and selections of one pass after another."""
     random = torch.Generator().manual_seed(seed)
     total = requests * pages
 

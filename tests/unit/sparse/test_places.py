@@ -119,7 +119,7 @@ def test_more_hot_rows_or_references_than_can_be_numbered_are_refused() -> None:
 def test_counts_are_summed_over_requests_and_bytes_over_groups() -> None:
     counts = Counts(groups=2, requests=3, device=torch.device("cpu"))
     counts.tally_GBC += torch.arange(24).view(2, 3, 4)
-    assert counts.read([10, 100]) == Found(), "nobody has asked yet"
+    assert counts.read([10, 100]) == Found(), "no reading was started yet"
     counts.start_reading()
     fetched = [2 + 6 + 10, 14 + 18 + 22]
     assert counts.read([10, 100]) == Found(

@@ -30,7 +30,7 @@ NAMES = ["H=K", "H=K+1", "H>K", "H<K", "H=0", "H>>K"]
 def interpreted() -> Both:
     pytest.importorskip("triton", reason="Triton is not installed")
     if torch.cuda.is_available():
-        pytest.skip("kernels are not interpreted beside CUDA: see tests/gpu/test_sparse_on_cuda.py")
+        pytest.skip("kernels are not interpreted where there is CUDA: see tests/gpu/test_sparse_on_cuda.py")
     from stepwell.sparse import triton_fetch, triton_resolve
 
     return triton_resolve.resolve, partial(triton_fetch.fetch, programs=2, units=16)
@@ -146,7 +146,7 @@ def test_the_lowest_scores_go_first(both: Both) -> None:
 
 
 def test_by_score_fewer_rows_of_a_trace_are_fetched_than_by_age() -> None:
-    """Scores are in 253 bins, which costs next to nothing beside the order of the scores themselves."""
+    """Scores are in 253 bins, which costs next to nothing compared with the order of the scores themselves."""
     pages, hot, trace = 180, 24, make_trace(replace(STEADY, last=8), context=640, steps=80, count=48, scores=True)
     assert trace.score_NT is not None
     score_NT = torch.from_numpy(trace.score_NT)

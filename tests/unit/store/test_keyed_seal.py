@@ -1,4 +1,4 @@
-"""A keyed stamp is one that only a holder of the key can make; without the key, damage can still be told."""
+"""A keyed stamp is one that only a holder of the key can make; without the key, damage can still be detected."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_names_that_only_begin_alike_are_told_apart_by_the_mac() -> None:
 
 
 def test_a_checksum_that_was_made_to_fit_does_not_help() -> None:
-    """Whoever has no key can make every part of a stamp but one."""
+    """Without the key, an attacker can make every part of a stamp but one."""
     forged = stamped(Keyed(THEIRS), payload("evil", 100))
     with_our_id = forged[:44] + OURS.id + forged[48:]
     with_our_mac = forged[:44] + stamped(Keyed(OURS))[44:]

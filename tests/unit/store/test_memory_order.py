@@ -1,4 +1,4 @@
-"""The memory store forgets the lowest level first, of one level the oldest, and finds it without looking at all values."""
+"""The memory store evicts the lowest level first, of one level the oldest, and finds it without looking at all values."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_store_that_is_down_when_it_is_detached_keeps_nothing_waiting() -> Non
     here.cache.store.detach()
     here.cache.step()
     assert len(link.deferred) == 1 and not link.ended
-    for _ in range(8):  # whoever does not step for long has not asked it
+    for _ in range(8):  # a cache that does not step for long has not asked it
         here.clock.advance(link.tuning.backup_age_s / 7)
         here.cache.step()
     assert not len(link.deferred) and link.ended and here.state.counters["backup_dropped_too_old"] == 1

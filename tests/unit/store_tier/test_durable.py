@@ -132,7 +132,7 @@ def copy(here: Rig) -> None:
 @MODELS
 @POLICIES
 def test_a_burst_of_more_than_the_host_is_found_after_a_kill(spec: ModelSpec, write: WritePolicy) -> None:
-    """The device has room for all of it. The host has not, and the store is slow to begin."""
+    """The device has space for all of it. The host has not, and the store is slow to begin."""
     here = rig(spec, write, pages=128, host_pages=24)
     prompts = [text(name, 4 * PAGE + 1) for name in range(10)]
     for prompt in prompts:

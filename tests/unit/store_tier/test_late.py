@@ -1,4 +1,4 @@
-"""Under `exclusive` the store gets what leaves memory, and forgets first what memory has too."""
+"""Under `exclusive` the store gets what leaves memory, and evicts first what memory has too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toys import FULL, FULL_POINT, FULL_WINDOW, PAGE, Rig, text
 
 CONFIG = StoreConfig(checkpoint_delay_s=0, recompute_tokens_per_s=1.0)
 MODELS = [FULL, FULL_POINT]
-EARLY = 2  # nobody waits for a store that has not taken anything yet, so of a tier so small the first are lost
+EARLY = 2  # evictions do not wait for a store that has taken nothing yet: this small tier loses its first pages
 
 
 def rig(spec=FULL_POINT, *, write: WritePolicy = WritePolicy.EXCLUSIVE, pages: int = 24) -> Rig:  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ def test_what_only_the_device_has_is_stored_when_the_cache_is_closed(spec) -> No
 
 
 class Unlevelled(MemoryStore):
-    """A store that cannot be told what memory has too: nothing waits until it leaves memory."""
+    """A store that cannot learn what memory has too: nothing waits until it leaves memory."""
 
     @property
     def traits(self) -> Traits:
@@ -286,7 +286,7 @@ def test_what_has_a_time_to_live_never_reaches_the_store() -> None:
 
 
 def test_a_run_that_is_cut_while_it_is_in_line_is_passed_over() -> None:
-    """What is to be stored ahead waits while the store is busy, and a request may branch off in the middle of it."""
+    """A run to store ahead waits while the store is busy, and a request may branch off in the middle of it."""
     here, prompt = rig(FULL, pages=64), text(1, 8 * PAGE + 1)
     here.serve(prompt)
     (node,) = [node for node in here.tree.nodes() if node.parent is not None]
@@ -364,7 +364,7 @@ def test_a_prompt_leaves_a_checkpoint_where_it_parts_from_what_only_the_store_kn
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_stored_pages_stand_on_follows_them_however_little_it_is_worth(ahead: bool) -> None:
-    """The end of a path is stored while there is room. By the time its beginning leaves memory, the store is full of better."""
+    """The end of a path is stored while there is space. By the time its beginning leaves memory, better values fill the store."""
     here, trunk = rig(FULL, pages=64), text(1, 4 * PAGE)
     prompt = [*trunk, *text(2, 4 * PAGE + 1)]
     for each in ([*trunk, *text(3, 4 * PAGE + 1)], prompt):

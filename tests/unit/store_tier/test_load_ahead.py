@@ -101,7 +101,7 @@ def test_nobody_who_runs_loses_anything() -> None:
 
 
 def with_others_cached(device_share: float) -> Rig:
-    """The same with a device that is full of what nobody uses."""
+    """The same with a device that is full of unused pages."""
     rig = restarted(tuning=StoreTuning(fetch_chunk_bytes=1, device_share=device_share), device_pages=32)
     for name in range(10, 16):
         rig.serve(text(name, 6 * PAGE))

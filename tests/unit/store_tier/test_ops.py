@@ -24,7 +24,7 @@ def ops_of(here: Rig) -> StoreOps:
 
 
 def test_what_was_given_up_on_and_can_be_taken_back_later_is_forgotten() -> None:
-    """As where a store hung in the first half of a put: it began late, and nobody wanted it any more."""
+    """A store hung in the first half of a put: the operation began late, when no request wanted it any more."""
     here = Rig(FULL, device_pages=256, host_pages=256, store=filled())
     ticket = here.cache.prefetch(here.cache.lookup(PROMPT))
     here.cache.step()

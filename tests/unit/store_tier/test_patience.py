@@ -226,7 +226,7 @@ def test_answers_that_a_busy_engine_noticed_late_cost_no_trust(filled: MemorySto
     here = Process(taking(0.01), filled)
     for name in range(100, 120):
         ticket = here.ask(text(name, 300 * PAGE + 1))  # nothing of it is stored
-        here.clock.advance(1.0)  # one long pass over somebody else's tokens
+        here.clock.advance(1.0)  # one long pass over another request's tokens
         here.rig.cache.step()
         assert ticket.complete
         ticket.close()
@@ -243,7 +243,7 @@ def test_what_is_brought_up_before_its_request_comes_whatever_the_policy(filled:
     assert here.wait(ticket) == pytest.approx(2.0, abs=0.1) and ticket.complete
     ticket.close()
     assert here.rig.cache.lookup(PROMPT).restore_tokens == 300 * PAGE
-    assert not here.rig.state.counters["loaded_ahead_pages"], "it stays on the host until somebody wants it"
+    assert not here.rig.state.counters["loaded_ahead_pages"], "it stays on the host until a request wants it"
 
 
 def test_what_is_brought_up_before_its_request_takes_no_patience_from_others(filled: MemoryStore) -> None:
@@ -251,7 +251,7 @@ def test_what_is_brought_up_before_its_request_takes_no_patience_from_others(fil
     for name in range(2, 8):
         ticket = here.rig.cache.prefetch(here.rig.cache.lookup(text(name, 300 * PAGE + 1)), awaited=False)
         here.wait(ticket)
-        ticket.close()  # and nobody has used it yet
+        ticket.close()  # and no request has used it yet
     unfinished = here.rig.cache.prefetch(here.rig.cache.lookup(text(8, 300 * PAGE + 1)), awaited=False)
     here.clock.advance(5.0)
     unfinished.close()

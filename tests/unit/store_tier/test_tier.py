@@ -136,7 +136,7 @@ def test_a_prompt_that_branches_off_shares_only_what_it_shares() -> None:
     after.settle()
     assert after.state.counters["fetched_pages"] == 10 + 3
     assert after.serve(branch, ticket=second).store == 7 * PAGE
-    assert after.serve(PROMPT, ticket=first).store == 10 * PAGE  # they came while it waited, whoever loaded four of them
+    assert after.serve(PROMPT, ticket=first).store == 10 * PAGE  # they came while it waited, whichever ticket loaded four of them
     after.idle_check()
 
 
@@ -242,7 +242,7 @@ def test_parents_go_before_children_and_members_before_their_manifest() -> None:
             here.cache.step()
     tasks = [here.store_executor.op(job).task for job in here.store_executor.pending]
     kinds = [type(task) for task in tasks]
-    assert kinds == [PutPages] * 4, "no more than so many are under way; the rest waits in line"
+    assert kinds == [PutPages] * 4, "no more than four are under way; the rest waits in line"
     firsts = [task.first for task in tasks if isinstance(task, PutPages)]
     assert firsts == sorted(firsts)
     here.store_executor.finish_all()
@@ -291,7 +291,7 @@ def test_a_backup_that_fails_is_tried_again_at_the_next_use() -> None:
 
 
 class StrictStore(MemoryStore):
-    """Has no room for what stands on nothing, nor for more than `most` values. A test that asks too often has failed."""
+    """Has no space for what stands on nothing, nor for more than `most` values. A test that asks too often has failed."""
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()

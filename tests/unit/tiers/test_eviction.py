@@ -1,4 +1,4 @@
-"""Making room: how much goes at a time, and for how long the order is kept when it is a slab that is missing."""
+"""Making space: how much goes at a time, and for how long the order is kept when it is a slab that is missing."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_a_host_without_room_saves_nothing_and_says_so() -> None:
     assert rig.cache.counters["save_skipped_no_room"] == 1 and lease.position == 16 and len(lease.prefix_pages) == 0
     rig.cache.release(holder)
     rig.settle()
-    rig.cache.commit(lease, 16, source=rig.pages(16))  # offered again, and now there is room
+    rig.cache.commit(lease, 16, source=rig.pages(16))  # offered again, and now there is space
     rig.settle()
     assert rig.restore(text(2, 17)) == 16
     rig.cache.release(lease)

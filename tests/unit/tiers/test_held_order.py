@@ -19,7 +19,7 @@ from toys import ALL_MODELS, EVICTIONS, FULL, FULL_POINT, PAGE, SMALL_PAGES, Rig
 
 
 class Played:
-    """A cache after some random requests, a few of which still run. What was left of the device is taken, slab by slab."""
+    """A cache after some random requests, a few still running. What was left of the device is taken, slab by slab."""
 
     def __init__(
         self, spec: ModelSpec, seed: int, *, host_pages: int | None = None, lru: bool = False, listens: bool = False,
@@ -57,7 +57,7 @@ class Played:
         return counters["evicted_device_pages"] + counters["evicted_device_checkpoints"]
 
     def next_need(self) -> Need:
-        """Room for some more prefix pages than there is now, and at times for checkpoints too."""
+        """More prefix pages than there is space for now, and at times checkpoints too."""
         arena = self.rig.state.arena(Tier.DEVICE)
         need = {Kind.PREFIX: self.num_free() + 1 + self.random.randrange(self.random.choice((2, 12, 60)))}
         others = [kind for kind in arena.layout.strides if kind is not Kind.PREFIX]
@@ -100,7 +100,7 @@ def _told(tree: Tree, node: Node) -> tuple[object, ...]:
 
 
 def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **options: Any) -> int:
-    """Asserts that what makes room evicts the same, in an order that is held and in one that is found anew for each victim.
+    """Asserts that making space evicts the same, in an order that is held and in one that is found anew for each victim.
     Returns the most that one call evicted.
     """
     most = 0

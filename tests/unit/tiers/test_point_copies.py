@@ -179,7 +179,7 @@ def test_the_end_of_a_path_is_that_of_its_answer() -> None:
     with quiet.ready(text(1, 9)) as lease:
         quiet.prefill(lease)
         quiet.decode(lease, text(2, 10))
-        assert [visit.end for visit in lease.visits] == [2, 2], "nobody could resume behind the prompt"
+        assert [visit.end for visit in lease.visits] == [2, 2], "no request could resume behind the prompt"
 
 
 # ---- answers that are alike -----------------------------------------------------------------------

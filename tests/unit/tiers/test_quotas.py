@@ -1,4 +1,4 @@
-"""Quotas of memory: whoever has more than its own loses first, and nobody is refused or robbed for it.
+"""Quotas of memory: a tenant with more than its own loses first, and no tenant is refused or robbed for it.
 
 A device of 32 pages; alice may have 8 of them. Everything in it is worth the same, but for when it was used last.
 """
@@ -47,7 +47,7 @@ class Shared(Rig):
         return self.cache.tenants()[tenant][tier].used_bytes // OBJECT_BYTES
 
     def want(self, pages: int, tenant: str | None = None, tier: Tier = Tier.DEVICE) -> None:
-        """Room for so many pages more than are free."""
+        """Requests space for `pages` pages more than are free."""
         free = PAGES - sum(self.used(tier, kind) for kind in self.state.arena(tier).layout.strides)
         assert make_room(self.state, tier, {Kind.PREFIX: free + pages}, tenant=tenant).fits
         self.cache.audit()
@@ -174,7 +174,7 @@ def test_a_quota_holds_in_the_host_tier_too(write: WritePolicy) -> None:
         rig.keep(ALICE, name, 12)
         rig.keep(ALICE, name, 12)
         rig.evict_all(Tier.DEVICE)
-    assert rig.has(BOB, 1, 12) == 12, "alice made room out of her own"
+    assert rig.has(BOB, 1, 12) == 12, "alice made space out of her own"
     assert 0 < rig.used_by(ALICE, Tier.HOST) <= 20
 
 

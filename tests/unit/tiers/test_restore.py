@@ -1,4 +1,4 @@
-"""What the reuse model is told when a request comes: whose pages it came back to, and where it left them."""
+"""What the reuse model learns when a request comes: whose pages it came back to, and where it left them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_request_that_leaves_inside_a_node_cuts_it_there() -> None:
     shared, rest = _path(rig, prompt)
     assert (shared.end, rest.start) == (3, 3)
     assert (_visit(shared).returns, _visit(rest).returns, _visit(_path(rig, branch)[1]).returns) == (1, 0, 0)
-    assert _watched(rig) == [(5, 0), (3, 1), (2, 0)], "what nobody came back to still waits"
+    assert _watched(rig) == [(5, 0), (3, 1), (2, 0)], "a path without a return still waits"
 
 
 def test_a_lease_that_computes_nothing_has_still_come_back() -> None:
@@ -101,7 +101,7 @@ def test_a_path_that_was_evicted_goes_on_with_its_returns_and_rhythm(kept_pages:
 
 
 def test_a_stranger_after_a_leaf_that_lost_its_branches_is_new() -> None:
-    """A system prompt whose conversations were all evicted is a leaf, but nobody's end."""
+    """A system prompt whose conversations were all evicted is a leaf, but not the end of a request."""
     rig = Rig(FULL)
     system = text(1, 16)
     for name in (2, 3):

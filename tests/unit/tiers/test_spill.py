@@ -1,4 +1,4 @@
-"""Rows of running requests under pressure: who sheds, what stays, what is lent, and what is given back."""
+"""Rows of running requests under pressure: which request sheds, what stays, what is assigned, and what is freed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rig(pages: int = 40, host_pages: int = 400, hot_rows: int = 2 * PAGE, **opti
 
 
 def running(tiers: Rig, name: int, pages: int, **request: object) -> Lease:
-    """A request that has computed so many pages and one token, all saved."""
+    """A request that has computed `pages` pages and one token, all saved."""
     lease = tiers.ready(text(name, pages * PAGE + 1), **request)
     tiers.prefill(lease)
     return lease
@@ -32,7 +32,7 @@ def backed(tiers: Rig, lease: Lease) -> list[int]:
 
 
 def press(tiers: Rig, rows: int) -> bool:
-    """Asks for room for so many more ROWS pages than are in use."""
+    """Requests space for `rows` more ROWS pages than are in use."""
     return make_room(tiers.state, Tier.DEVICE, {Kind.ROWS: rows}).fits
 
 
@@ -57,7 +57,7 @@ def test_rows_stay_while_there_is_anything_idle() -> None:
 
 
 def test_rows_that_are_being_loaded_are_not_counted_twice() -> None:
-    """Else those who come while others load would have to do with hot pages, though there is room for all."""
+    """Otherwise requests that come while others load would have to do with hot pages, though there is space for all."""
     tiers = rig(pages=29)
     for name in range(6):
         tiers.serve(text(name, 8 * PAGE + 1))
@@ -282,7 +282,7 @@ def test_a_resumed_prompt_is_resident_where_that_takes_room_from_nobody() -> Non
 
 
 def test_a_request_has_no_more_hot_pages_than_pages_whose_rows_are_away() -> None:
-    """It shares the beginning of a long one: what it could never fill would be room that others lack."""
+    """It shares the beginning of a long one: what it could never fill would be memory that others lack."""
     tiers = rig(hot_rows=6 * PAGE)
     longer = running(tiers, 1, 16)
     spill_all(tiers, longer)
@@ -385,9 +385,9 @@ def test_how_long_a_request_can_be_counts_what_must_stay_and_what_the_host_holds
             pages * PAGE, chunk_tokens=2 * PAGE))
         for host in (6, 30, 400)
     }  # fmt: skip
-    assert 14 <= longest[6] <= 16, "all of it on the device: the host has no room"
+    assert 14 <= longest[6] <= 16, "all of it on the device: the host has no space"
     assert longest[30] == 20, "as much as the host holds"
-    assert 20 <= longest[400] <= 24, "what is left beside the rows that stay"
+    assert 20 <= longest[400] <= 24, "what is left next to the rows that stay"
 
 
 def test_room_is_reclaimed_in_both_tiers_before_anybody_is_refused() -> None:

@@ -151,7 +151,7 @@ def test_a_spare_page_is_given_back_by_a_request_that_ends_early() -> None:
 
 
 def test_saves_of_things_worth_the_same_do_not_chase_each_other() -> None:
-    """What was saved last left the device last and the host first: each save undid the one before, and room never came."""
+    """What was saved last left the device last and the host first: each save undid the one before, and no space was made."""
     rig = Rig(HYBRID, device_pages=64, host_pages=192, write=WritePolicy.EXCLUSIVE, store=MemoryStore())
     for name in range(32):  # the clock stands still
         rig.serve(text(name, 41))
@@ -179,7 +179,7 @@ def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repe
 
 @pytest.mark.parametrize("spec", ALL_MODELS)
 def test_nobody_waits_for_a_store_that_never_answers(spec: str) -> None:
-    """Room below may be on its way to a store that hangs: requests go on all the same, also before anything times out."""
+    """Evictions below may wait for a store that hangs: requests go on all the same, also before anything times out."""
     rig = Rig(ALL_MODELS[spec], device_pages=48, host_pages=64, write=WritePolicy.EXCLUSIVE, store=MemoryStore())
 
     def patiently(act: Callable[[], None]) -> None:
@@ -222,7 +222,7 @@ def test_a_trunk_that_cannot_be_saved_keeps_the_branches_that_stand_on_it() -> N
     for prompt in ([*trunk, *text(3, 9)], branch):
         rig.serve(prompt)
     rig.evict_all(Tier.HOST)
-    for _ in range(2):  # first the branches are saved, then they leave and the trunk is to be saved
+    for _ in range(2):  # first the branches are saved, then they leave and the trunk must be saved
         rig.settle()
         assert make_room(rig.state, Tier.DEVICE, {Kind.PREFIX: 64}).waiting
     at = rig.cache.lookup(branch)

@@ -45,7 +45,7 @@ def run(engines: list[ShardCopyEngine], source: Span, target: Span) -> None:
 
 
 class Ranks:
-    """So many ranks over one host memory, with device pages of their own."""
+    """`count` ranks over one host memory, with device pages of their own."""
 
     def __init__(self, count: int, host: TorchMemory, device: str = "cpu") -> None:
         mine = spec().for_ranks(count)

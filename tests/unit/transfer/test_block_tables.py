@@ -71,7 +71,7 @@ def test_block_zero_is_nobodys() -> None:
     rig.host.rows(Kind.PREFIX)[2] = 9
     rig.copy(Kind.PREFIX, [2], [[0, 2, 5]], loads=False)
     page = rig.host.rows(Kind.PREFIX)[2]
-    assert not page[:16].any() and not page[32:48].any(), "old bytes of somebody else's page were left in place"
+    assert not page[:16].any() and not page[32:48].any(), "old bytes of another request's page were left in place"
     before = rig.wholes["a", 0].clone()
     rig.copy(Kind.PREFIX, [2], [[0, 3, 0]], loads=True)
     assert torch.equal(rig.wholes["a", 0][0], before[0]) and torch.equal(rig.rows["a", 0][3], rig.rows["a", 0][2])

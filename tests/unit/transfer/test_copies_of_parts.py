@@ -1,4 +1,4 @@
-"""Copies where rows may spill: a device object and the same range of a host page, and nothing beside it."""
+"""Copies where rows may spill: a device object and the same range of a host page, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYOUTS = layouts_for(SPILLING, CONFIG, alignment=16)
 
 
 def copy(kind: Kind, source: Tier, read: list[int], target: Tier, write: list[int]) -> Copy:
-    """Of a device's pages of one kind to or from the host's prefix pages."""
+    """A copy of a device's pages of one kind to or from the host's prefix pages."""
     kinds = [Kind.PREFIX if tier is Tier.HOST else kind for tier in (source, target)]
     return Copy(
         source=Span(tier=source, kind=kinds[0], ids=np.array(read, np.int32)),

@@ -1,4 +1,4 @@
-"""The copy kernel in Triton's interpreter, beside a plain loop: the same bytes, and nothing else touched. No GPU needed."""
+"""The copy kernel in Triton's interpreter, compared with a plain loop: the same bytes, nothing else touched. No GPU needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_bytes(size: int, seed: int) -> torch.Tensor:
 def pairs_of(
     source_ids: list[int], target_ids: list[int], *, page_bytes: int, strides: tuple[int, int], to_device: bool, pages: int = 12
 ) -> PagePairs:
-    """Two tables of random bytes, one of which plays the device's."""
+    """Two tables of random bytes; one stands for the device's."""
     tables = [
         PageTable.of(random_bytes(pages * stride, seed).view(pages, stride)[:, :page_bytes])
         for seed, stride in enumerate(strides)

@@ -1,4 +1,4 @@
-"""Lists of copies: in calls of the driver that are short, every copy once, and errors told. The driver is a stand-in here."""
+"""Lists of copies: in short calls of the driver, every copy once, and errors reported. The driver is a stand-in here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stepwell.transfer.driver_copies import FIRST, MOST, DriverCopies
 
 
 class Function:
-    """Of the driver: notes what it was called with, and what it answers."""
+    """A function of the driver: notes what it was called with, and what it answers."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from stepwell.transfer.first_calls import make_first_calls  # noqa: E402
 
-PROCESSES = 600  # of which some ten compute cosines wrongly without the first calls, where torch has MKL 2024.2
+PROCESSES = 600  # about ten of them compute cosines wrongly without the first calls, where torch has MKL 2024.2
 HANGS_S = 600.0  # on a quiet machine it takes some ten
 WRONG = 3  # how a child ends that has computed wrongly
 

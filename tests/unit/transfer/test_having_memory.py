@@ -76,7 +76,7 @@ def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
     assert free_bytes(machine(tmp_path / "bare", 1000)) == 1000 * 1024
     assert free_bytes(machine(tmp_path / "unlimited", 1000, max="max\n", current="5\n")) == 1000 * 1024
     limited = machine(tmp_path / "limited", 1000, max="500000\n", current="300000\n", stat="anon 1\ninactive_file 100000\n")
-    assert free_bytes(limited) == 300_000, "cached files make room"
+    assert free_bytes(limited) == 300_000, "cached files count as free"
     assert free_bytes(machine(tmp_path / "over", 1000, max="5\n", current="7\n")) == 0
     assert free_bytes(machine(tmp_path / "loose", 1, max="500000\n", current="3\n")) == 1024
     assert free_bytes(tmp_path / "nothing known") > 0

@@ -53,7 +53,7 @@ class Scene:
         return self.pages(Tier.DEVICE, kind)[page, part.offset : part.offset + part.size_bytes].view(dtype)
 
     def fill(self, kind: Kind, pages: list[int]) -> None:
-        """Any bytes, and numbers where there are to be numbers."""
+        """Any bytes, and numbers where the state has numbers."""
         generator = torch.Generator().manual_seed(7)
         for page in pages:
             row = self.pages(Tier.DEVICE, kind)[page]
@@ -200,7 +200,7 @@ def test_rows_that_would_not_get_smaller_stay_as_they_are() -> None:
 
 
 def test_narrow_pages_are_there_before_the_rest_of_a_plan_begins() -> None:
-    """Whoever computes on a load layer by layer does not wait for states that the engine below knows nothing of."""
+    """A pass that reads a load layer by layer does not wait for states that the engine below knows nothing of."""
     made = scene()
     made.fill(Kind.POINT, [1])
     made.copy(Kind.POINT, Tier.DEVICE, [1], Tier.HOST, [1])

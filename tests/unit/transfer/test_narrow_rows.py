@@ -83,7 +83,7 @@ def test_what_was_restored_is_saved_as_the_same_bytes(dtype: str, narrow: str, n
 
 @pytest.mark.parametrize("narrow", CHECKPOINT_DTYPES)
 def test_every_largest_number_of_bf16_comes_back_as_it_was(narrow: str) -> None:
-    """All of them, also the smallest and the largest, with fractions of them beside. Those are the same bytes again too, in fp8
+    """All of them, also the smallest and the largest, in rows with fractions of them. Those are the same bytes again too, in fp8
     as long as bf16 has as many digits for them.
     """
     largest_R = torch.arange(1, 0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)

@@ -123,7 +123,7 @@ def test_a_kernel_that_fails_is_said_and_counted_once_and_the_bytes_are_right(ca
 
 
 class Driver:
-    """Copies between addresses, or refuses after so many lists."""
+    """Copies between addresses, or refuses after `lists` lists."""
 
     def __init__(self, lists: int = 1 << 30) -> None:
         self.lists = lists

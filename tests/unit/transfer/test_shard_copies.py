@@ -25,7 +25,7 @@ def test_what_some_ranks_saved_others_load_and_save_again_bit_for_bit(kind: Kind
     run(first.engines, span(Tier.HOST, kind, 5, 2), span(Tier.DEVICE, kind, 1, 7))
     host.rows(kind)[:] = 0
     run(first.engines, span(Tier.DEVICE, kind, 7, 1), span(Tier.HOST, kind, 3, 4))
-    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]]), "whole rows, whoever had them"
+    assert torch.equal(host.rows(kind)[[4, 3]], whole[[5, 2]]), "whole rows, whichever rank had them"
     assert int(host.bytes_B.count_nonzero()) == int(whole[[5, 2]].count_nonzero()), "nothing else was written"
     second = Ranks(later, host)
     run(second.engines, span(Tier.HOST, kind, 4, 3), span(Tier.DEVICE, kind, 0, 3))

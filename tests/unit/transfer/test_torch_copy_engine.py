@@ -57,7 +57,7 @@ class Event:
 
 
 class StandIn:
-    """A copy engine between two memories of the host, one of which is said to be a device's."""
+    """A copy engine between two memories of the host, one of them said to be a device's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
         self.notes: list[str] = []
@@ -230,7 +230,7 @@ def test_a_load_that_fails_half_way_keeps_nobody_waiting_for_its_layers(monkeypa
         stand_in.copy_engine.begin(stand_in.plan(Purpose.LOAD, [3], [8]))()
     (events,) = seen
     assert events is not None and stand_in.copy_engine.events_for(JOB) is None
-    assert events._num_queued == len(events._events), "nobody waits for what will not come"
+    assert events._num_queued == len(events._events), "no pass waits for what will not come"
 
 
 def test_a_device_that_is_gone_keeps_nobody_waiting_either(monkeypatch: pytest.MonkeyPatch) -> None:

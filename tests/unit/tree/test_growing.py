@@ -29,7 +29,7 @@ def test_a_branch_splits_at_the_page_where_paths_part() -> None:
     assert bench.shape() == {(1, 2): 2, (1, 2, 3, 4): 2, (1, 2, 8, 9): 2}
     assert bench.ids([1, 2, 3, 4]) == first.tolist()
     assert bench.ids([1, 2, 8, 9]) == [*first[:2].tolist(), *second[2:].tolist()]
-    assert bench.refs(second[:2]) == [1, 1]  # duplicates stay with whoever offered them
+    assert bench.refs(second[:2]) == [1, 1]  # duplicates stay with the request that offered them
 
 
 def test_a_prefix_of_a_known_path_changes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The own orders of tenants with quotas: they forget what is gone though nobody asks them, and keep up with what is used."""
+"""The own orders of tenants with quotas: they drop what is gone even without a request, and keep up with what is used."""
 
 from __future__ import annotations
 

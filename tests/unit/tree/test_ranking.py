@@ -229,7 +229,7 @@ def test_the_head_is_what_a_look_at_everything_would_find(steps: list[object]) -
             assert order.pop() is expected
             queued.pop(expected, None)  # type: ignore[arg-type]
         elif step == "drop" and expected is not None:
-            expected.entry = 0  # it left the tree; nobody tells the order
+            expected.entry = 0  # it left the tree; the order gets no message
             del queued[expected]
         else:
             head = order.head()

@@ -1,4 +1,4 @@
-"""What takes up room in a tree, and that asking costs no more in a large one."""
+"""What takes up space in a tree, and that asking costs no more in a large one."""
 
 from __future__ import annotations
 

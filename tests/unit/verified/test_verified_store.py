@@ -1,4 +1,4 @@
-"""The verified layer gives back what was saved, or a miss, in bounded time, whatever the store below does."""
+"""The verified layer returns what was saved, or a miss, in bounded time, whatever the store below does."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_fingerprints_and_keys_keep_values_apart() -> None:
     assert keyed.read(keyed.space(b"x"), [want("a", [20])]) == [OK]
     for layer, fingerprint in ((keyed, b"y"), (plain, b"x"), (other, b"x")):
         assert layer.read(layer.space(fingerprint), [want("a", [20])]) == [MISSING]
-    assert other.read(keyed.space(b"x"), [want("a", [20])]) == [ItemStatus.OTHER_KEY]  # and so is what somebody put there
+    assert other.read(keyed.space(b"x"), [want("a", [20])]) == [ItemStatus.OTHER_KEY]  # and so is what another writer put there
     assert keyed.contains(keyed.space(b"x"), [key("a")]) == [False]
 
 
@@ -155,7 +155,7 @@ def test_a_hung_store_is_given_up_on_and_never_writes_into_the_callers_memory(ca
     assert layer.state is BreakerState.OPEN and "left alone" in caplog.text
     store.asked.clear()
     assert layer.contains(space, [key("a")]) == [False] and layer.read(space, [read]) == [FAILED]
-    assert layer.write(space, [offer("b", [5])]) == [FAILED] and not store.asked.is_set()  # nobody waits any more
+    assert layer.write(space, [offer("b", [5])]) == [FAILED] and not store.asked.is_set()  # no caller waits any more
     with pytest.raises(StoreError, match="later"):
         layer.clear(space)
     store.open.set()
@@ -280,7 +280,7 @@ class Forgetless(Wrapper):
 
 
 def test_a_store_that_cannot_clear_says_so() -> None:
-    with closing(VerifiedStore(Forgetless(MemoryStore()))) as layer, pytest.raises(StoreError, match="cannot forget"):
+    with closing(VerifiedStore(Forgetless(MemoryStore()))) as layer, pytest.raises(StoreError, match="a whole space"):
         layer.clear(layer.space(b"x"))
 
 

@@ -1,4 +1,4 @@
-"""Small log stores for the tests beside this file."""
+"""Small log stores for the tests of this folder."""
 
 from __future__ import annotations
 

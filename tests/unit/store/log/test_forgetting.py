@@ -1,4 +1,4 @@
-"""What is forgotten leaves nothing behind: emptied namespaces, deletes, clears. And nothing that was deleted comes back."""
+"""Deleted values leave nothing behind: emptied namespaces, deletes, clears. And nothing that was deleted comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log forgets the lowest level first, keeps chains whole, and learns levels back however it was closed."""
+"""The log evicts the lowest level first, keeps chains whole, and learns levels back however it was closed."""
 
 from __future__ import annotations
 

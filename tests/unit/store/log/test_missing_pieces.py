@@ -1,5 +1,5 @@
 """What was taken away or damaged since the last snapshot is found by `check`, what a file claims costs nothing, and repair is
-told from failure by its exit status."""
+distinguished from failure by its exit status."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Counting(Disk):
     def sync(self, fd: int) -> None:
         self.syncs += 1
         self.syncing.set()
-        assert self.go_on.wait(PATIENCE_S), "nobody let the sync go on"
+        assert self.go_on.wait(PATIENCE_S), "the test never released the sync"
         super().sync(fd)
 
 
@@ -194,7 +194,7 @@ def test_the_page_cache_is_known(tmp_path: Path) -> None:
             pytest.skip("this kernel does not say what it keeps")
         assert disk.is_cached(fd, 5000, 50_000) and not disk.is_cached(fd, 0, 65 * 1024) and not disk.is_cached(fd, 0, 0)
         disk.forget_cached(fd, 32 * 1024, 32 * 1024)
-        assert disk.is_cached(fd, 0, 4096) or not disk.is_cached(fd, 0, 64 * 1024), "whoever keeps no part keeps not all"
+        assert disk.is_cached(fd, 0, 4096) or not disk.is_cached(fd, 0, 64 * 1024), "a file that lacks a part is not whole"
     finally:
         disk.close(fd)
     assert not disk.is_cached(fd, 0, 4096), "of a descriptor that is closed nothing is known"
@@ -272,7 +272,7 @@ def test_a_read_that_hangs_makes_close_say_so_and_keeps_its_file_open(
         with pytest.raises(StoreError, match="closed"):
             store.contains(HERE, [key("a")])
         with pytest.raises(StoreError):
-            open_directory(tmp_path / "store", clock=SystemClock())  # nobody else may write to what is being read
+            open_directory(tmp_path / "store", clock=SystemClock())  # no other process may write to what is being read
         go_on.set()
         assert coming.result(PATIENCE_S) == payload("a", 5000), "its file was not closed under it"
     store.close()  # a second one does nothing

@@ -53,9 +53,9 @@ def test_a_fork_cannot_use_the_log_it_inherited(open_here: OpenLog) -> None:
             store.stat,
         ]
         for verb in verbs:
-            with pytest.raises(StoreError, match="of which this is a fork"):
+            with pytest.raises(StoreError, match="this is a fork"):
                 verb()
-        store.close()  # nothing of its own to give back
+        store.close()  # nothing of its own to release
         return True
 
     assert in_child(all_verbs_refuse)

@@ -1,4 +1,4 @@
-"""Room: the budget at every moment, who goes first, quotas, and clearing one namespace."""
+"""Space: the budget at every moment, which values go first, quotas, and clearing one namespace."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_tenant_over_its_quota_gives_up_its_own_coldest(open_here: OpenLog) ->
 
 
 class Unwalked(list[Space | None]):
-    """A list of spaces that nobody may go through."""
+    """A list of spaces that raises when a caller goes through it."""
 
     def __iter__(self) -> Iterator[Space | None]:
         raise AssertionError("a write walked all spaces")
@@ -140,7 +140,7 @@ def test_a_write_below_its_quota_looks_at_no_other_space(open_here: OpenLog) -> 
     index.spaces = Unwalked(index.spaces)
     fill(store, 1, "alice's", ALICE)
     fill(store, 1, "bob's", BOB)
-    fill(store, 1, "nobody's", HERE)
+    fill(store, 1, "no one's", HERE)
     index.spaces = [index.spaces[number] for number in range(len(index.spaces))]
     store.audit()
 
@@ -209,11 +209,11 @@ def test_marks_alone_never_fill_the_store(open_here: OpenLog) -> None:
 def test_a_delete_outlives_snapshots_and_segments_as_long_as_the_bytes_it_hides(open_here: OpenLog, tmp_path: Path) -> None:
     store = open_here()
     fill(store, 3, "hot")
-    fill(store, 1, "deleted")  # in the first segment, beside values that keep it from ever being reclaimed
+    fill(store, 1, "deleted")  # in the first segment, with values that keep it from ever being reclaimed
     fill(store, 1, "other")
     assert store.delete(HERE, [key("deleted 0")]) == 1
     for turn in range(3):
-        store = open_here()  # from here on only the snapshot tells of the delete
+        store = open_here()  # from here on only the snapshot has the delete
         for at in range(30):
             fill(store, 1, f"{turn} {at}")
             assert all(fetch(store, HERE, f"hot {hot}", 9000) for hot in range(3))

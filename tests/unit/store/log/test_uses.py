@@ -64,7 +64,7 @@ def test_uses_that_are_put_off_come_out_as_if_walked_at_once(seed: int) -> None:
 
 
 def test_reading_a_long_prompt_in_pieces_walks_it_once() -> None:
-    """1,000 pages read ten at a time: every piece stands on all before it, but nobody walks there a hundred times."""
+    """1,000 pages read ten at a time: every piece stands on all before it, but the index is not walked a hundred times."""
     index = Index()
     for number in range(1, 1001):
         put(index, number, number - 1 or None)

@@ -60,7 +60,7 @@ def test_an_opening_that_fails_gives_the_lock_back(
         except (StoreError, MemoryError):
             pass
         else:
-            assert (name, fails) == ("pwrite", full), "only who has it could not be noted: that keeps nobody out"
+            assert (name, fails) == ("pwrite", full), "only the note of its owner failed, which keeps no process out"
     assert len(os.listdir("/proc/self/fd")) == before
     with closing(open_at(tmp_path / "store")) as store:
         assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.STORED]

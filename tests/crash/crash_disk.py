@@ -138,7 +138,7 @@ class CrashDisk(Disk):
         del names[path.name]
         self._rename(names)
 
-    def forget_cached(self, fd: int, offset: int, size: int) -> None:
+    def drop_cached(self, fd: int, offset: int, size: int) -> None:
         pass
 
     def is_cached(self, fd: int, offset: int, size: int) -> bool:

@@ -147,16 +147,16 @@ def test_an_interrupted_look_for_an_owner_gives_its_turn_to_the_next(
 def test_interrupted_calls_leave_their_lanes_to_others(open_here: OpenHere, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, client = open_here(), open_here(timeout="5")
     assert owner.owns
-    give_back = Client._give_back
+    returned = Client._return
 
     def interrupted(self: Client, lane: Lane) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Client, "_give_back", interrupted)
+    monkeypatch.setattr(Client, "_return", interrupted)
     for _ in range(2 * MAX_LANES):
         with pytest.raises(KeyboardInterrupt):
             client.contains(HERE, [key("x")])
-    monkeypatch.setattr(Client, "_give_back", give_back)
+    monkeypatch.setattr(Client, "_return", returned)
     assert client.contains(HERE, [key("x")]) == [False]
 
 

@@ -87,7 +87,7 @@ def test_owners_that_close_while_others_are_at_work_lose_nothing(open_here: Open
                 acknowledged.extend(names)
                 (result,) = store.read_into(HERE, [Read(key(names[2]), memoryview(bytearray(SIZES[2])))])
             except StoreError as error:
-                if "was closed" in str(error) and store._closed:
+                if "is closed" in str(error) and store._closed:
                     return
                 raise
             assert result.outcome is ReadOutcome.FOUND, f"{result.outcome} of what was stored"

@@ -219,8 +219,8 @@ def read_only(size: int) -> int:
 @pytest.mark.parametrize(
     ("make", "claimed", "why"),
     [
-        (unsealed, 64 * KIB, b"cut short"),
-        (sealed_against_growing_only, 64 * KIB, b"cut short"),
+        (unsealed, 64 * KIB, b"could be truncated"),
+        (sealed_against_growing_only, 64 * KIB, b"could be truncated"),
         (a_file, 64 * KIB, b"not of memory"),
         (lambda _: os.pipe()[0], 64 * KIB, b"not of memory"),
         (read_only, 64 * KIB, b"cannot be mapped"),
@@ -254,7 +254,7 @@ def test_values_beyond_the_memory_and_stray_descriptors_are_refused(owner: Share
     for count in (1, 2, 50):
         with dialled(directory) as raw:
             socket.send_fds(raw, [MESSAGES[0]], [fd] * count)
-            assert (b"where none belongs" if count == 1 else b"more than one descriptor") in last_words(raw)
+            assert (b"with a frame that has none" if count == 1 else b"more than one descriptor") in last_words(raw)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before, "every descriptor that came is closed")
     os.close(fd)
 
@@ -265,7 +265,7 @@ def test_values_beyond_the_memory_and_stray_descriptors_are_refused(owner: Share
         (Kind.MEMORY, 1 << 20, [], b"a number of 1048576 bytes"),
         (Kind.MEMORY, 8, [1, 1], b"more than one descriptor"),
         (Kind.MEMORY, 8, [2], b"more than one descriptor"),
-        (Kind.CONTAINS, 1 << 20, [1], b"where none belongs"),
+        (Kind.CONTAINS, 1 << 20, [1], b"with a frame that has none"),
     ],
 )
 def test_descriptors_sent_one_by_one_are_not_kept(

@@ -1,6 +1,6 @@
-"""What became of reads and writes, value by value: nothing that came back counts before it matches its stamp.
+"""The outcome of reads and writes, value by value: no value counts before it matches its stamp.
 
-The one place where stamps of values are judged, for all who read from a store. Touches no store; any thread.
+The one place that verifies the stamps of values, for everything that reads from a store. Touches no store; any thread.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ OF_WRITE = {
 def judge_reads(
     seals: Seals, space: Space, reads: Sequence[Read], results: Sequence[ReadResult]
 ) -> tuple[list[ItemStatus], list[bytes]]:
-    """What came of each read, and the digests of what came. Everything that came is verified."""
+    """The status of each read, and the digests of the values that were read. All of them are verified."""
     found, digest, none = ReadOutcome.FOUND, seals.digest, bytes(seals.digest_bytes)
     keys, buffers = [read.key for read in reads], [read.into for read in reads]
     outcomes, stamps = [result.outcome for result in results], [result.stamp for result in results]
     lengths, statuses = list(map(len, buffers)), [ItemStatus.OK] * len(reads)
     all_came = outcomes.count(found) == len(reads) == len(results)
     if all_came:
-        digests = list(map(digest, buffers))  # nothing else in between
+        digests = list(map(digest, buffers))  # with nothing in between
     else:
         digests = [digest(into) if outcome is found else none for into, outcome in zip(buffers, outcomes, strict=True)]
     expected = seals.stamp_all(space, keys, lengths, digests)
@@ -59,13 +59,13 @@ def judge_reads(
     for at, (result, stamped) in enumerate(zip(results, expected, strict=True)):
         if result.outcome is not found:
             statuses[at] = _OF_READ[result.outcome]
-        elif not compare_digest(result.stamp, stamped):  # why not?
+        elif not compare_digest(result.stamp, stamped):  # find out why
             verdict = seals.judge(space, keys[at], result.stamp, length=lengths[at], digest=digests[at])
             statuses[at] = _OF_VERDICT[verdict]
     return statuses, digests
 
 
 def deletable(reads: Sequence[Read], statuses: Sequence[ItemStatus]) -> list[bytes]:
-    """The keys of what is no good to anybody, so that a good copy can take its place. Another version's values are not ours."""
+    """The keys of values that are useless, so that a good copy can replace them. Excludes values of other format versions."""
     judged = zip(reads, statuses, strict=True)
     return [read.key for read, status in judged if status.is_damage and status is not ItemStatus.VERSION]

@@ -1,6 +1,6 @@
-"""Store keys in files: one is written that only its owner can read, and read only from files that are kept that way.
+"""Store keys in files: a new file is readable by its owner alone, and a key is read only from a file that others cannot read.
 
-The file holds the secret as it is, or in hexadecimal digits, which may have blanks around them.
+The file holds the secret as raw bytes, or in hexadecimal digits that may be surrounded by blanks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.store_key import MIN_SECRET_BYTES, StoreKey
 
 MAX_FILE_BYTES = 4096
-_HEX = re.compile(rb"\s*([0-9a-fA-F]{2}){16,}\s*")  # also too few digits, which would else pass for as many bytes
-_OTHERS = stat.S_IRWXO | stat.S_IWGRP  # everybody, and writing by the group
+_HEX = re.compile(rb"\s*([0-9a-fA-F]{2}){16,}\s*")  # also too few digits, which would otherwise pass for that many raw bytes
+_OTHERS = stat.S_IRWXO | stat.S_IWGRP  # anyone else, and write access of the group
 _MAKE_ONE = "`stepwell store new-key FILE` makes one"
 
 
 def read_store_key(path: str | os.PathLike[str]) -> StoreKey:
-    """The key in a file. Raises ConfigError, saying what to do, for a file that holds none or that others may read or change."""
+    """The key in a file. Raises ConfigError, with the remedy, if the file holds no key or others may read or change it."""
     content = _read(Path(path))
     try:
         return StoreKey(bytes.fromhex(content.decode()) if _HEX.fullmatch(content) else content)
@@ -30,7 +30,7 @@ def read_store_key(path: str | os.PathLike[str]) -> StoreKey:
 
 
 def write_store_key(path: str | os.PathLike[str]) -> StoreKey:
-    """Makes a key and writes it to a new file that only its owner may read. Raises ConfigError; never writes over a file."""
+    """Creates a key and writes it to a new file that only its owner may read. Raises ConfigError; never overwrites a file."""
     secret = secrets.token_bytes(MIN_SECRET_BYTES)
     try:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -38,7 +38,7 @@ def write_store_key(path: str | os.PathLike[str]) -> StoreKey:
             file.flush()
             os.fsync(file.fileno())
     except FileExistsError:
-        raise ConfigError(f"{path} is there already: a key that is lost makes all it marked useless; name a new file") from None
+        raise ConfigError(f"{path} exists already: without their key, values are useless; name a new file") from None
     except OSError as error:
         raise ConfigError(f"{path}: the key cannot be written: {error.strerror}") from error
     return StoreKey(secret)
@@ -46,7 +46,7 @@ def write_store_key(path: str | os.PathLike[str]) -> StoreKey:
 
 def _read(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe that nobody writes to does not hold us up
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # does not block on a pipe without a writer
     except FileNotFoundError:
         raise ConfigError(f"there is no store key file {path}; {_MAKE_ONE}") from None
     except OSError as error:

@@ -1,11 +1,11 @@
-"""Stamps that only a holder of the store's key can make: whoever else writes to the store can cause misses, and nothing more.
+"""Stamps that only a holder of the store's key can make: other writers to the store can cause misses, and nothing more.
 
     | magic 4 | version 2 | 0 2 | length 8 | checksum 16 (XXH3-128) | space 6 | key 6 | key id 4 | MAC 16 |      64 bytes
 
-    MAC = keyed BLAKE2b of: all before it | space 32 | SHA-256 of the value 32 | key 32
+    MAC = keyed BLAKE2b of: everything before it | space 32 | SHA-256 of the value 32 | key 32
 
-The MAC is what is believed. Everything before it is for those without the key, who can still tell damage and mix-ups
-(`verify_without_key`), and for saying what is wrong. SHA-256, since processors of servers have instructions for it. Pure.
+The MAC decides. The fields before it let readers without the key detect damage and mix-ups (`verify_without_key`), and name the
+reason of a failure. The hash is SHA-256 because server processors have instructions for it. Pure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stepwell.store.api import STAMP_BYTES, Space
 from stepwell.store.seal import CHECKSUM_BYTES, KEYED_MAGIC, MAGIC, Seals, Unkeyed, Verdict, checksum, verify
 
 VERSION = 1
-_NAME_BYTES = 6  # of a digest: enough to tell any two apart that were not made to look alike
+_NAME_BYTES = 6  # of a digest: enough to distinguish any two that were not forged to look alike
 _STAMP = struct.Struct(f"<4sHHQ{CHECKSUM_BYTES}s{_NAME_BYTES}s{_NAME_BYTES}s{ID_BYTES}s{MAC_BYTES}s")
 _ID_AT = STAMP_BYTES - MAC_BYTES - ID_BYTES
 
@@ -46,7 +46,7 @@ class Keyed:
         return self._key.space(namespace)
 
     def digest(self, data: memoryview | bytes) -> bytes:
-        """Both hashes: one that nobody can make collide, and the checksum for those without the key."""
+        """Both hashes: one without known collisions, and the checksum for readers without the key."""
         return checksum(data) + hashlib.sha256(data).digest()
 
     def stamp_all(self, space: Space, keys: Sequence[bytes], lengths: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
@@ -68,14 +68,14 @@ class Keyed:
 
 
 def seals_for(key: StoreKey | None) -> Seals:
-    """What makes and judges stamps for whoever has this key, or none."""
+    """The object that makes and judges stamps with this key, or without one."""
     return Unkeyed() if key is None else Keyed(key)
 
 
 def verify_without_key(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -> Verdict:
-    """Whether these are the bytes that were stamped under this name, as far as can be told without a key.
+    """Whether these are the bytes that were stamped under this name, as far as one can verify without a key.
 
-    For those who look after stored values. Says nothing about who wrote them: whoever serves them asks `Seals.judge`.
+    For tools that maintain stored values. Says nothing about the writer: to serve values, use `Seals.judge`.
     """
     if not _is_keyed(stamped):
         return verify(space, key, data, stamped)
@@ -83,7 +83,7 @@ def verify_without_key(space: Space, key: bytes, data: memoryview | bytes, stamp
 
 
 def verify_with(key: StoreKey, space: Space, name: bytes, data: memoryview, stamped: bytes) -> Verdict:
-    """The same, and for values that name this key also whether a holder of it wrote them."""
+    """Like `verify_without_key`; for values that name this key, also verifies that a holder of the key wrote them."""
     if not names(key, stamped):
         return verify_without_key(space, name, data, stamped)
     keyed = Keyed(key)
@@ -91,14 +91,14 @@ def verify_with(key: StoreKey, space: Space, name: bytes, data: memoryview, stam
 
 
 def names(key: StoreKey, stamped: bytes) -> bool:
-    """Whether a stamp says that it was made with this key."""
+    """Whether a stamp claims to be made with this key."""
     return _is_keyed(stamped) and stamped[_ID_AT : _ID_AT + ID_BYTES] == key.id
 
 
 def is_unproven(stamps: npt.NDArray[np.uint8], key: StoreKey | None) -> npt.NDArray[np.bool_]:
-    """Which stamps, 64 bytes each, leave open who wrote their values: with a key, all that do not name it; without, those of any.
+    """Which stamps (64 bytes each) do not prove their writer: with a key, those that do not name it; without, those of any key.
 
-    Whoever checks without a key does not ask who wrote what carries no key.
+    A reader without a key does not check the writer of values that carry no key.
     """
     keyed = _begins(stamps, KEYED_MAGIC)
     if key is None:
@@ -108,7 +108,7 @@ def is_unproven(stamps: npt.NDArray[np.uint8], key: StoreKey | None) -> npt.NDAr
 
 
 def is_unkeyed(stamps: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Which stamps, 64 bytes each, anybody could have made."""
+    """Which stamps (64 bytes each) could have been made by anyone."""
     return _begins(stamps, MAGIC)
 
 

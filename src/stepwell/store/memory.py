@@ -1,6 +1,6 @@
-"""The reference store: a dictionary in this process, bounded; the lowest level goes first, of one level the oldest values.
+"""The reference store: a bounded dictionary in this process. It evicts the lowest level first, and within a level the oldest.
 
-An example for authors of others.
+Also an example for authors of other stores.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepwell.store.api import (
     never,
 )
 
-LEAST_ENDS = 64  # entries of the heap before it is made anew
+LEAST_ENDS = 64  # entries of the heap before it is rebuilt
 
 _Name = tuple[bytes, bytes]  # digest of the space, key
 
@@ -37,7 +37,7 @@ class _Value:
     stamp: bytes
     parent: bytes
     level: Level = Level.NORMAL
-    used: int = 0  # when: uses are numbered
+    used: int = 0  # number of its last use
 
 
 class MemoryStore:
@@ -46,11 +46,11 @@ class MemoryStore:
     def __init__(self, budget_bytes: int | None = None) -> None:
         self._budget_bytes = budget_bytes
         self._values: dict[_Name, _Value] = {}
-        self._num_above: dict[_Name, int] = {}  # how many values stand on one, be it here or not
-        self._ends: list[tuple[Level, int, _Name]] = []  # a heap of those that nothing stood on; some of it is out of date
+        self._num_above: dict[_Name, int] = {}  # how many values depend on one, whether or not it is stored
+        self._ends: list[tuple[Level, int, _Name]] = []  # a heap of values without dependents; some entries are stale
         self._num_uses = 0
         self._used_bytes = 0
-        self._sizes: dict[bytes, SpaceSize] = {}  # of spaces that hold something
+        self._sizes: dict[bytes, SpaceSize] = {}  # of spaces that hold values
         self._lock = Lock()
         self._closed = False
 
@@ -90,7 +90,7 @@ class MemoryStore:
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
         with self._lock:
             self._must_be_open()
-            self._touch(space, [write.parent for write in writes])  # not to make room out of what they stand on
+            self._touch(space, [write.parent for write in writes])  # so that they are not evicted for their dependents
             outcomes = [self._write(space, write) for write in writes]
             self._touch(space, [write.key for write in writes])
             return outcomes
@@ -129,7 +129,7 @@ class MemoryStore:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise StoreError("this memory store was closed")
+            raise StoreError("this memory store is closed")
 
     def _read(self, space: Space, read: Read) -> ReadResult:
         value = self._values.get((space.digest, read.key))
@@ -144,7 +144,7 @@ class MemoryStore:
         name = (space.digest, write.key)
         if name in self._values:
             return WriteOutcome.EXISTS
-        if not self._make_room(len(write.data)):
+        if not self._make_space(len(write.data)):
             return WriteOutcome.TOO_LARGE
         below = (space.digest, write.parent)
         self._num_above[below] = self._num_above.get(below, 0) + 1
@@ -154,7 +154,7 @@ class MemoryStore:
         self._count(space, values=1, size_bytes=len(write.data))
         return WriteOutcome.STORED
 
-    def _make_room(self, size: int) -> bool:
+    def _make_space(self, size: int) -> bool:
         if self._budget_bytes is None:
             return True
         if size > self._budget_bytes:
@@ -164,16 +164,16 @@ class MemoryStore:
         return True
 
     def _first_to_go(self) -> _Name:
-        """The oldest value of the lowest level. A level counts for all that a value stands on, so nothing stands on this one."""
+        """The oldest value of the lowest level. A level also counts for a value's ancestors, so this value has no dependents."""
         while self._ends:
             level, used, name = heappop(self._ends)
             value = self._values.get(name)
             if value is not None and (value.level, value.used) == (level, used) and not self._num_above.get(name):
                 return name
-        return next(iter(self._values))  # they stand on each other
+        return next(iter(self._values))  # they depend on each other
 
     def _queue(self, name: _Name, value: _Value) -> None:
-        """Lets a value go in its turn, if nothing stands on it."""
+        """Queues a value for eviction, if no other value depends on it."""
         if not self._num_above.get(name):
             heappush(self._ends, (value.level, value.used, name))
         if len(self._ends) > 2 * len(self._values) + LEAST_ENDS:
@@ -181,7 +181,7 @@ class MemoryStore:
             self._ends = sorted((self._values[each].level, self._values[each].used, each) for each in ends)
 
     def _touch(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Moves values and all they stand on to the young end, deepest first: a parent is always younger than its children."""
+        """Marks values and all their ancestors as most recently used, deepest first: a parent stays younger than its children."""
         seen = set()
         for key in reversed(keys):
             name = (space.digest, key)

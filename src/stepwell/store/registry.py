@@ -1,7 +1,7 @@
-"""Stores by name: `log:DIR`, `shared-log:DIR`, `memory:`, `mooncake:FILE`, and whatever other packages offer.
+"""Stores by name: `log:DIR`, `shared-log:DIR`, `memory:`, `mooncake:FILE`, and those that other packages offer.
 
-Another package adds one by an entry point in the group `stepwell.stores`: a name, and a function that takes an Opening
-and returns a Store. Nothing is imported before it is asked for.
+Another package adds one with an entry point in the group `stepwell.stores`: a name, and a function that takes an Opening
+and returns a Store. A store's module is imported when the store is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Opening:
     clock: Clock = field(default_factory=SystemClock)
 
     def take(self, *known: str) -> list[str | None]:
-        """The values of the options named, None where absent. Raises ConfigError for options that are not known."""
+        """The values of the given options, None for absent ones. Raises ConfigError for unknown options."""
         unknown = sorted(set(self.options) - set(known))
         if unknown:
             raise ConfigError(f"unknown store option(s) {', '.join(unknown)}; known: {', '.join(known) or 'none'}")
@@ -45,7 +45,7 @@ Opener = Callable[[Opening], Store]
 
 
 def names() -> list[str]:
-    """Every store that can be opened by name, ours first."""
+    """Every store that can be opened by name, built-in ones first."""
     return [*_OWN, *sorted({point.name for point in entry_points(group=GROUP)} - set(_OWN))]
 
 
@@ -56,7 +56,7 @@ def open_store(where: str, *, options: Mapping[str, str] | None = None, clock: C
 
 
 def find_opener(where: str) -> Opener:
-    """What opens the store that `where` names. Raises ConfigError when nothing does. Opens nothing."""
+    """The opener of the store that `where` names. Raises ConfigError if there is none. Opens nothing."""
     name = where.partition(":")[0]
     if name in _OWN:
         module, _, function = _OWN[name].partition(":")

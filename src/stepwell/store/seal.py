@@ -1,9 +1,9 @@
-"""The stamp that travels with every value, and tells whether what came back is what was saved under its name.
+"""The stamp that is stored with every value, and shows whether the bytes read are the bytes saved under that name.
 
     | magic 4 | version 2 | 0 2 | length 8 | checksum 16 (XXH3-128) | space 16 | key 16 |      64 bytes, little-endian
 
-Made above the store and checked above the store. It tells damage and mix-ups, whoever caused them; it does not tell who
-wrote a value, since anybody can compute it. `keyed_seal.py` has stamps that do. Pure.
+Stamps are made and checked above the store. They detect damage and mix-ups of any origin; they do not prove who wrote a value,
+since anyone can compute them. `keyed_seal.py` has stamps that do. Pure.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import xxhash
 from stepwell.store.api import STAMP_BYTES, Space
 
 MAGIC = b"SWv1"
-KEYED_MAGIC = b"SWk1"  # of stamps that a key was used for
+KEYED_MAGIC = b"SWk1"  # of stamps made with a key
 VERSION = 1
 _STAMP = struct.Struct("<4sHHQ16s16s16s")
 _DIGEST_AT = 16
-_NAME_BYTES = 16  # of a digest: enough to tell any two apart
+_NAME_BYTES = 16  # of a digest: enough to distinguish any two
 CHECKSUM_BYTES = 16
 
 assert _STAMP.size == STAMP_BYTES
 
 
 class Verdict(Enum):
-    """What a stamp says of the bytes that came with it; everything but INTACT is a miss, counted under its name."""
+    """What a stamp says about the bytes read with it; everything but INTACT is a miss, counted by name."""
 
     INTACT = "intact"
     UNREADABLE = "its stamp is not one of ours"
@@ -42,32 +42,32 @@ class Verdict(Enum):
 
 
 class Seals(Protocol):
-    """How one side of a store makes stamps, and judges them: `Unkeyed` here, or `Keyed`."""
+    """How one side of a store makes and judges stamps: `Unkeyed` here, or `Keyed`."""
 
     @property
     def digest_bytes(self) -> int:
-        """How long a digest is."""
+        """The length of a digest."""
         ...
 
     @property
     def label(self) -> str:
-        """What people see of the key, behind a comma; empty without one."""
+        """How messages show the key, after a comma; empty without one."""
         ...
 
     def space(self, namespace: bytes) -> bytes:
-        """What the space of a namespace is called: values of two keys never meet."""
+        """The name of a namespace's space: values of two keys never mix."""
         ...
 
     def digest(self, data: memoryview | bytes) -> bytes:
-        """What stands for a value's bytes, in its stamp and in manifests."""
+        """The digest of a value's bytes, for its stamp and for manifests."""
         ...
 
     def stamp_all(self, space: Space, keys: Sequence[bytes], lengths: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
-        """Stamps for many values with known digests. A value is good when it came with this very stamp."""
+        """Stamps for many values with known digests. A value is good if it was read with exactly this stamp."""
         ...
 
     def judge(self, space: Space, key: bytes, stamped: bytes, *, length: int, digest: bytes) -> Verdict:
-        """Why a value did not come with the stamp it should have. Takes any bytes for a stamp."""
+        """Why a value does not have the expected stamp. Accepts any bytes as a stamp."""
         ...
 
 
@@ -81,24 +81,24 @@ def seal(space: Space, key: bytes, data: memoryview | bytes) -> bytes:
 
 
 def stamp(space: Space, key: bytes, *, length: int, digest: bytes) -> bytes:
-    """The same for a checksum that is known already."""
+    """Like `seal`, with a known checksum."""
     return _STAMP.pack(MAGIC, VERSION, 0, length, digest, space.digest[:_NAME_BYTES], key[:_NAME_BYTES])
 
 
 def stamp_all(space: Space, keys: Sequence[bytes], lengths: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
-    """Stamps for many values whose checksums are known: the same bytes as `stamp` makes, in a fraction of its time."""
+    """Stamps for many values whose checksums are known: the same bytes as `stamp` makes, in a fraction of the time."""
     heads = {length: _STAMP.pack(MAGIC, VERSION, 0, length, b"", b"", b"")[:_DIGEST_AT] for length in set(lengths)}
     name = space.digest[:_NAME_BYTES]
     return [heads[length] + digest + name + key[:_NAME_BYTES] for key, length, digest in zip(keys, lengths, digests, strict=True)]
 
 
 def verify(space: Space, key: bytes, data: memoryview | bytes, stamped: bytes) -> Verdict:
-    """Whether `data` is the value that was sealed for `key` in `space`. Takes any bytes for a stamp."""
+    """Whether `data` is the value that was sealed for `key` in `space`. Accepts any bytes as a stamp."""
     return judge(space, key, stamped, length=len(data), digest=checksum(data))
 
 
 def judge(space: Space, key: bytes, stamped: bytes, *, length: int, digest: bytes) -> Verdict:
-    """The same for a checksum that is known already."""
+    """Like `verify`, with a known checksum."""
     if len(stamped) != STAMP_BYTES:
         return Verdict.UNREADABLE
     magic, version, _, of_length, of_digest, of_space, of_key = _STAMP.unpack(stamped)
@@ -116,7 +116,7 @@ def judge(space: Space, key: bytes, stamped: bytes, *, length: int, digest: byte
 
 
 class Unkeyed:
-    """Stamps that anybody can make: the functions above."""
+    """Stamps that anyone can make: the functions above."""
 
     digest_bytes, label = CHECKSUM_BYTES, ""
 

@@ -1,4 +1,4 @@
-"""Stores around a store: slow or faulty. For tests, and for finding out what a deployment would do."""
+"""Wrappers that make a store slow or faulty, for tests and for studies of a deployment."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from stepwell.store.api import (
     unregister,
 )
 
-TRIED_READERS = 4  # that stores try at their opening
+TRIED_READERS = 4  # used by stores that measure their reads when opened
 
 
 class Wrapper:
-    """Passes everything on. Others change a verb or two."""
+    """Delegates every verb. Subclasses change one or two."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -82,7 +82,7 @@ class Wrapper:
 
 
 class Slow(Wrapper):
-    """Takes its time: `latency_s` for every call, and `bytes_per_s` for what it moves. `sleep` is handed in."""
+    """Adds `latency_s` to every call, and time for its bytes at `bytes_per_s`. `sleep` is injected."""
 
     def __init__(
         self, store: Store, *, sleep: Callable[[float], None], latency_s: float = 0.0, bytes_per_s: float = float("inf")
@@ -108,7 +108,7 @@ class Slow(Wrapper):
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
         self._sleep(self._latency_s)
         results: list[ReadResult] = []
-        for read in reads:  # one at a time, so that a cancellation is heard in the middle of a slow batch
+        for read in reads:  # one at a time, so that a cancellation takes effect in the middle of a slow batch
             results += super().read_into(space, [read], cancelled=cancelled)
             if results[-1].outcome is ReadOutcome.FOUND:
                 self._sleep(len(read.into) / self._bytes_per_s)
@@ -125,19 +125,19 @@ class Slow(Wrapper):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How often each thing goes wrong, from 0.0 (never) to 1.0 (always)."""
+    """The probability of each fault, from 0.0 (never) to 1.0 (always)."""
 
     fail: float = 0.0  # a call raises
     hang: float = 0.0  # a call takes `hang_s`
     short: float = 0.0  # a read delivers half of a value and says it was found
-    flip: float = 0.0  # a read delivers a value with one bit wrong
-    swap: float = 0.0  # a read delivers another value of the batch, with that one's stamp
-    lose: float = 0.0  # a value is gone, though it was acknowledged
+    flip: float = 0.0  # a read returns a value with one bit flipped
+    swap: float = 0.0  # a read returns another value of the batch, with that value's stamp
+    lose: float = 0.0  # an acknowledged value is lost
     hang_s: float = 3600.0
 
 
 class Faulty(Wrapper):
-    """Goes wrong as told, reproducibly: `random` is handed in."""
+    """Injects faults as configured, reproducibly: `random` is injected."""
 
     def __init__(self, store: Store, faults: Faults, *, random: Random, sleep: Callable[[float], None]) -> None:
         super().__init__(store)

@@ -150,7 +150,7 @@ def test_new_key_makes_a_key_for_its_owner_alone_and_never_writes_over_one(
     assert (status, err) == (0, "") and made.id.hex() in out and stat.S_IMODE(file.stat().st_mode) == 0o600
     assert file.read_text().strip() not in out, "the secret is not shown"
     status, out, err = run(capsys, "store", "new-key", str(file))
-    assert (status, out) == (2, "") and "is there already" in err and read_store_key(file).id == made.id
+    assert (status, out) == (2, "") and "exists already" in err and read_store_key(file).id == made.id
 
 
 def test_check_works_without_the_key_says_what_it_could_not_check_and_with_it_finds_what_was_planted(

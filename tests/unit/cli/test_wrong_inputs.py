@@ -113,7 +113,7 @@ def test_a_store_that_this_user_may_not_write_is_explained(
 
     monkeypatch.setattr("stepwell.store.log.opening.take_lock", denied)
     said = complaint(folder, capsys, *SERVE, *NEW_LOG, *BUDGET)
-    assert said == "the log store in TMP/new cannot be opened: permission denied; name a directory that this user may write to"
+    assert said == "the log store in TMP/new cannot be opened: permission denied; name a directory that this user can write to"
 
 
 @pytest.mark.parametrize(

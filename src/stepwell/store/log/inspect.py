@@ -1,6 +1,6 @@
-"""A directory looked at from outside: figures and checks without a store of one's own, and repair with one.
+"""A directory examined from outside: figures and checks without opening the store, and repair, which opens it.
 
-Looking takes no lock and changes nothing, so it works while another process has the directory open. Repairing
+The examination takes no lock and changes nothing, so it works while another process has the directory open. A repair
 needs the lock.
 """
 
@@ -26,7 +26,7 @@ from stepwell.store.log.writing.upkeep import Direct
 
 
 def owner(directory: Path, disk: Disk) -> str | None:
-    """Which process has a directory open, in words; None when none has."""
+    """The process that has a directory open, in words; None if there is none."""
     try:
         return (holder(disk, directory) or "another process") if disk.is_locked(directory) else None
     except OSError as error:
@@ -34,7 +34,7 @@ def owner(directory: Path, disk: Disk) -> str | None:
 
 
 def look(directory: Path, disk: Disk) -> LogState:
-    """The log in a directory, as it is now. Raises ConfigError where there is none, StoreError where it cannot be read."""
+    """The current state of the log in a directory. Raises ConfigError if there is none, StoreError if it cannot be read."""
     return _look(directory, disk)[0]
 
 
@@ -65,24 +65,24 @@ def stat_directory(directory: Path, disk: Disk) -> LogStat:
 
 
 def check_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
-    """Without the key that values are stamped with, who wrote them is not checked. Raises like `look`."""
+    """Without the key of the stamps, this does not check who wrote the values. Raises like `look`."""
     state, found = _look(directory, disk)
     try:
         report = check(state, on_progress, key=key)
     except OSError as error:
         raise _unreadable(directory, error) from error
     lost = lost_files(found)
-    if lost and owner(directory, disk) is not None:  # and renaming files while we looked for them: what is lost is so still
+    if lost and owner(directory, disk) is not None:  # it may have renamed files meanwhile
         lost = [one for one in lost_files(_look(directory, disk)[1]) if one in lost]
     return replace(report, damage=(*lost, *report.damage))
 
 
 def repair_directory(directory: Path, disk: Disk, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
-    """Checks, and drops what is damaged for good, so that the rest serves. Returns what was found, and what of it is left.
+    """Checks the log and drops what is damaged for good, so that the rest can be used. Returns the damage found and what remains.
 
-    Raises ConfigError where there is no store, StoreError when another process has it open or the disk fails.
+    Raises ConfigError if there is no store, StoreError if another process has it open or the disk fails.
     """
-    _, found = _look(directory, disk)  # before anything is made or locked
+    _, found = _look(directory, disk)  # before anything is created or locked
     try:
         with closing(open_directory(directory, clock=SystemClock(), direct=Direct.OFF, disk=disk)) as store:
             report = store.repair(on_progress, key)

@@ -1,11 +1,11 @@
 """`log:DIR`: from options to an open store. Reads no environment.
 
-budget=100GiB      everything in the directory together; needed the first time, remembered, may be changed
-segment=256MiB     of one file; fixed once the directory is made
+budget=100GiB      everything in the directory together; required the first time, remembered, can be changed
+segment=256MiB     size of one file; fixed once the directory is created
 direct=auto        on, off, or whichever is faster here
-quota.NAME=10GiB   what one tenant's values may take up, each with its entry; `none` lifts it
+quota.NAME=10GiB   limit on one tenant's values, each with its entry; `none` removes it
 
-Quotas are remembered until some are given: those are then all there are, and the others are lifted.
+Quotas are remembered until an opening sets some: those then replace all earlier ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class InUse(StoreError):
 
     def __init__(self, directory: Path, who: str) -> None:
         super().__init__(
-            f"{directory} is open in {who}; close it there, or give this one a directory of its own; several processes "
+            f"{directory} is open in {who}; close it there, or use another directory here; several processes "
             f"of one machine can use one log at once where all of them open it as shared-log:{directory}"
         )
         self.who = who
@@ -48,7 +48,7 @@ class InUse(StoreError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogOptions:
-    """What a log is to be opened with, where somebody said so."""
+    """The requested options of a log; None where the caller set none."""
 
     directory: Path
     budget_bytes: int | None = None
@@ -63,14 +63,14 @@ def open_log(opening: Opening) -> LogStore:
 
 
 def read_options(opening: Opening, name: str, *others: str) -> LogOptions:
-    """The options of a log, of a store of this name that has others beside them. Raises ConfigError."""
+    """The options of a log, for a store of this name, which may accept other options too. Raises ConfigError."""
     quota_names = [option for option in opening.options if option.startswith(_QUOTA)]
     budget, segment, direct, *quotas = opening.take("budget", "segment", "direct", *quota_names, *others)[: 3 + len(quota_names)]
     if not opening.location:
         raise ConfigError(f"a log store needs a directory: {name}:DIR")
     amounts = {option.removeprefix(_QUOTA): amount for option, amount in zip(quota_names, quotas, strict=True)}
     return LogOptions(
-        directory=Path(opening.location).absolute(),  # whoever changes the working directory takes nothing with it
+        directory=Path(opening.location).absolute(),  # stays valid if the working directory changes
         budget_bytes=parse_bytes(budget) if budget is not None else None,
         segment_bytes=parse_bytes(segment) if segment is not None else None,
         direct=_direct(direct or Direct.AUTO.value),
@@ -79,7 +79,7 @@ def read_options(opening: Opening, name: str, *others: str) -> LogOptions:
 
 
 def open_with(options: LogOptions, *, clock: Clock, before_recovery: Callable[[], None] | None = None) -> LogStore:
-    """Raises like `open_log`. What comes before recovery has the directory's lock, and may raise StoreError."""
+    """Raises like `open_log`. `before_recovery` runs with the directory locked, and may raise StoreError."""
     return open_directory(
         options.directory, budget_bytes=options.budget_bytes, segment_bytes=options.segment_bytes, direct=options.direct,
         quotas=dict(options.quotas), clock=clock, before_recovery=before_recovery,
@@ -97,8 +97,8 @@ def open_directory(
     disk: Disk | None = None,
     before_recovery: Callable[[], None] | None = None,
 ) -> LogStore:
-    """Opens a directory for this process, and makes it if there is none. Raises like `open_log`."""
-    disk, directory = disk or Disk(), directory.absolute()  # whoever changes the working directory takes nothing with it
+    """Opens a directory for this process, and creates it if there is none. Raises like `open_log`."""
+    disk, directory = disk or Disk(), directory.absolute()  # stays valid if the working directory changes
     try:
         lock = take_lock(disk, directory)
         try:
@@ -113,7 +113,7 @@ def open_directory(
                 _tidy(state, found.doubtful)
                 store = LogStore(state, direct=direct, clock=clock)
                 if found.last_number > max((segment.id for segment in found.segments), default=0):
-                    save_snapshot(state)  # the last segment was lost: forget what lay there, before anything new is remembered
+                    save_snapshot(state)  # the last segment was lost: drop its values before new ones are recorded
                 leave_in_forks(store)
                 return store
             except BaseException:
@@ -127,25 +127,25 @@ def open_directory(
 
 
 def _why(error: OSError, directory: Path) -> str:
-    """What to do where the directory is the reason; else what the system says."""
+    """What to do if the directory is the cause; else the system's message."""
     if isinstance(error, FileExistsError | NotADirectoryError) and not directory.is_dir():
         return "there is a file of that name; name a directory"
     if isinstance(error, PermissionError):
-        return "permission denied; name a directory that this user may write to"
+        return "permission denied; name a directory that this user can write to"
     if not directory.exists():
-        return f"the directory cannot be made ({error.strerror}); name one that this user may make and write to"
+        return f"the directory cannot be created ({error.strerror}); name one that this user can create and write to"
     return str(error)
 
 
 def without_superblock(directory: Path) -> str:
     return (
-        f"{directory} holds segments of a log store, but its {superblock.NAME} is gone, and nothing can be read without the "
-        f"secret in there; put {superblock.NAME} back, or move the directory away and begin anew"
+        f"{directory} holds segments of a log store, but its {superblock.NAME} is missing, and nothing can be read without the "
+        f"secret in that file; restore {superblock.NAME}, or move the directory away and start with a new one"
     )
 
 
 def take_lock(disk: Disk, directory: Path) -> DirectoryLock:
-    """Raises InUse when another process has the directory open."""
+    """Raises InUse if another process has the directory open."""
     disk.make_directory(directory)
     lock = disk.lock(directory)
     if lock is None:
@@ -154,7 +154,7 @@ def take_lock(disk: Disk, directory: Path) -> DirectoryLock:
 
 
 def holder(disk: Disk, directory: Path) -> str | None:
-    """Which process last opened a directory, in words."""
+    """The process that last opened a directory, in words."""
     content = (disk.read_file(directory / LOCK_NAME) or b"").strip()
     return f"process {int(content)}" if content.isdigit() else None
 
@@ -169,7 +169,7 @@ def _direct(text: str) -> Direct:
 def _settle(
     disk: Disk, directory: Path, budget_bytes: int | None, segment_bytes: int | None, quotas: dict[str, int | None]
 ) -> Superblock:
-    """What the directory is opened with: what it remembers, and what was asked for now. Remembers that."""
+    """The superblock to open the directory with: its remembered settings, overridden by the requested ones. Remembers them."""
     known = superblock.read(disk, directory)
     if known is None:
         strangers = set(disk.names(directory)) - {LOCK_NAME, superblock.NAME + ".new"}
@@ -212,19 +212,19 @@ def _warn_if_overbooked(directory: Path, block: Superblock) -> None:
 
 
 def must_be_plausible(directory: Path, found: Recovered) -> None:
-    """Raises StoreError for numbers that no log reaches by itself: they would leave none for what comes next."""
+    """Raises StoreError for numbers that a log never reaches by itself: they would leave none for the next batches."""
     if found.strays:
         names = ", ".join(found.strays[:3])
         raise StoreError(f"{directory} holds {names}, with an impossible number: not a segment of this log store; move it away")
     if max(found.last_number, found.next_seq) >= NUMBERS_END // 2:
         raise StoreError(
             f"{directory} has a segment or a batch with an impossible number ({found.last_number}, {found.next_seq}); "
-            "move such a file away, or begin anew in another directory"
+            "move such a file away, or start with another directory"
         )
 
 
 def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -> LogState:
-    """A log that would go on where it ended. Touches no file."""
+    """The state of a log that continues where it ended. Touches no file."""
     segments = Segments(disk, directory, block.segment_bytes, found.segments, last_number=found.last_number)
     budget = choose_budget(block.budget_bytes, block.segment_bytes, superblock_bytes=superblock.size_of(block))
     state = LogState(
@@ -239,19 +239,19 @@ def state_of(disk: Disk, directory: Path, block: Superblock, found: Recovered) -
 
 
 def _tidy(state: LogState, doubtful: set[int]) -> None:
-    """Takes away what a crash left half done, makes the rest last, and finds the segment to go on with."""
+    """Removes what a crash left unfinished, makes the rest durable, and selects the segment to continue with."""
     for name in state.disk.names(state.directory):
         if name in (NEW_NAME, *(f"{one}.new" for one in (snapshot.NAME, segment_list.NAME, superblock.NAME))):
             state.disk.unlink(state.directory / name)
     segments = state.segments
-    for number in doubtful:  # what was read there may be in the machine's memory only
+    for number in doubtful:  # what was read there may be in memory only
         segment = segments.table[number]
         segments.open(segment)
         state.disk.sync(segment.fd)
     sound = [segment for segment in segments.table.values() if segments.sound(segment)]
     for segment in segments.table.values():
-        if segment not in sound:  # cut off: what is missing is lost, and its place is there again
+        if segment not in sound:  # truncated: the missing part is lost, and its space must be allocated again
             segments.restore_length(segment)
-    if sound and sound[-1].id == segments.last_number:  # what came before it is not read again beyond the snapshot
+    if sound and sound[-1].id == segments.last_number:  # the snapshot covers everything before it
         state.active = sound[-1]
         state.active.state = State.ACTIVE

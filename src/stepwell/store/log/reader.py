@@ -2,9 +2,9 @@
 
     wanted, in the order they lie on disk      | a | b |......| c |   -> one read of a, b, (padding and a header), c
 
-Segments are held until all is read, and pinned one at a time. A value is asked of the disk once; whether its bytes are
-right is for whoever has the stamp (`seal.py`) to say. Buffers are not asked whether they suit
-direct transfers: the disk says so. What the machine has in its page cache comes from there, however the rest is read.
+Segments are held until all is read, and pinned one at a time. Each value is read from the disk once; the caller verifies its
+stamp (`seal.py`). Buffers are not checked for direct transfers in advance: the disk reports those that do not suit. Data in the
+page cache is read from there, however the rest is read.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from stepwell.store.log.format.batch import INLINE_BYTES, split
 from stepwell.store.log.state.log_state import LogState
 from stepwell.store.log.state.segments import Segment
 
-_RUN_BYTES = 8 << 20  # at once: so long may a cancellation go unheard
+_RUN_BYTES = 8 << 20  # at once: a cancellation may take effect only after this much
 _RUN_VALUES = 256
-_GAP_BYTES = 32 * 1024  # between two values, read for nothing rather than in two calls
+_GAP_BYTES = 32 * 1024  # between two values, read and discarded to save a call
 _WITHOUT = {outcome: ReadResult(outcome=outcome) for outcome in ReadOutcome}
-_NOWHERE = -1  # the row of a key that is not there
+_NOWHERE = -1  # the row of a missing key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Wanted:
     """Values in the order they lie on disk, one entry for each in every list."""
 
-    at: list[int]  # in the batch
+    at: list[int]  # index in the batch
     segments: list[Segment]
     offsets: list[int]
-    ends: list[int]  # of the blocks it lies in; small values share theirs
+    ends: list[int]  # end of its blocks; small values share theirs
     into: list[memoryview]
     stamps: list[bytes]
     direct: list[bool]
-    joins: list[bool]  # whether it lies close behind the one before, and moves the same way
+    joins: list[bool]  # whether it lies close behind the one before, and is read the same way
 
     @property
     def in_order(self) -> bool:
@@ -53,7 +53,7 @@ _NOTHING = _Wanted(at=[], segments=[], offsets=[], ends=[], into=[], stamps=[], 
 
 
 class _Own(local):
-    """What each thread has for itself."""
+    """The scratch memory of each thread."""
 
     def __init__(self) -> None:
         self.scratch = Scratch()
@@ -88,7 +88,7 @@ class Reader:
         return [ReadResult(found, stamps[at]) if outcome is found else _WITHOUT[outcome] for at, outcome in enumerate(outcomes)]
 
     def _find(self, space: Space, reads: Sequence[Read], outcomes: list[ReadOutcome], held: dict[int, Segment]) -> _Wanted:
-        """Where the values lie, their segments held; those that will not be read have their outcome. Counts as a use."""
+        """Where the values lie, with their segments held; those that will not be read have their outcome. Counts as a use."""
         state, index, columns = self._state, self._state.index, self._state.index.columns
         known = index.rows_of(space.digest)
         keys, buffers = zip(*reads, strict=True)
@@ -128,7 +128,7 @@ class Reader:
         )  # fmt: skip
 
     def _read_all(self, wanted: _Wanted, outcomes: list[ReadOutcome], cancelled: Callable[[], bool]) -> None:
-        """Run by run; the descriptors of one segment are open at a time, however many there are."""
+        """Reads run by run; the descriptors of only one segment are open at a time."""
         state = self._state
         for segment, runs in groupby(_runs(wanted), key=lambda run: wanted.segments[run[0]]):
             try:
@@ -164,13 +164,13 @@ class Reader:
         try:
             got = self._state.disk.read(segment.direct_fd if direct else segment.fd, buffers, start)
         except OSError as error:
-            if direct and error.errno == errno.EINVAL:  # a buffer that does not begin at a multiple of a block
-                scratch.give_back()
+            if direct and error.errno == errno.EINVAL:  # a buffer does not begin at a multiple of a block
+                scratch.release()
                 return self._read_run(wanted, run, outcomes, by_cache=True)
             got = -1
         for into, tail in tails:
             into[:] = tail[: len(into)]
-        scratch.give_back()
+        scratch.release()
         if got == end - start:
             for at in wanted.at[run.start : run.stop]:
                 outcomes[at] = ReadOutcome.FOUND
@@ -182,7 +182,7 @@ class Reader:
     def _with_gaps(
         self, wanted: _Wanted, run: range, tails: list[tuple[memoryview, memoryview]], *, direct: bool
     ) -> list[memoryview]:
-        """Where the bytes of a run go: the values, and what lies between them and behind their ends to blocks of ours."""
+        """The buffers of a run: those of the values, and scratch for the bytes between them and up to the end of their blocks."""
         buffers: list[memoryview] = []
         position = wanted.offsets[run[0]]
         for one in run:
@@ -201,7 +201,7 @@ class Reader:
 
 
 def _runs(wanted: _Wanted) -> Iterator[range]:
-    """Which values one read can bring together."""
+    """The groups of values that one read can fetch together."""
     first = 0
     for one in range(1, len(wanted.at)):
         too_much = wanted.ends[one] - wanted.offsets[first] > _RUN_BYTES or one - first >= _RUN_VALUES

@@ -1,10 +1,10 @@
-"""The log store: the six verbs of `store/api.py` over one directory, and what people ask of it.
+"""The log store: the six verbs of `store/api.py` over one directory, and its statistics, checks and repair.
 
 One process at a time has a directory open. Values outlive it: what `write_from` calls STORED survives a crash at any
-later moment; what `delete` and `clear` took does not come back. Reads are not verified here: the stamp above does that.
-Recovery and `check` verify with it too (`seal.py`): after a crash, a value with another stamp is taken for a torn one.
+later moment; what `delete` and `clear` removed does not come back. Reads are not verified here: the layers above verify stamps.
+Recovery and `check` verify stamps too (`seal.py`): after a crash, a value with another stamp is treated as torn.
 
-One writer at a time, many callers per sync: whoever finds nobody writing writes for everyone who waits.
+One writer at a time, many callers per sync: a caller that finds no writer writes for all callers that wait.
 
     caller 1   put ---- writes 1 ---- done
     caller 2       put ...wait... writes 2, 3, 4 ---- done
@@ -49,16 +49,16 @@ from stepwell.store.log.writing.upkeep import Direct, Probe, due, save_segment_l
 from stepwell.store.log.writing.writer import PutRequest, Writer
 
 _DEPTH_END = 2**32
-READERS_END_S = 60.0  # after which a reader that is still at it is taken to hang for ever
-GROUP_BYTES = 64 << 20  # of values in one group: what a caller may have to wait for
+READERS_END_S = 60.0  # after which a reader that is still running is assumed to hang forever
+GROUP_BYTES = 64 << 20  # of values in one group: the most that a caller may have to wait for
 
 
 class LogStore:
-    """Opened by `opening.open_log`. All verbs from any thread; `close` once nobody uses it any more."""
+    """Opened by `opening.open_log`. All verbs from any thread; `close` when no verb is running any more."""
 
     def __init__(self, state: LogState, *, direct: Direct, clock: Clock) -> None:
         self._state = state
-        self._left = False  # in a fork: the lock is not ours
+        self._left = False  # in a fork: the lock belongs to the parent
         state.index.keep_order(state.quotas)
         self._reader = Reader(state)
         self._writer = Writer(state)
@@ -83,7 +83,7 @@ class LogStore:
 
     @property
     def measured(self) -> IoMode:
-        """How bytes move here, and how fast they did when that was tried."""
+        """How bytes move on this disk, and the measured speeds."""
         return self._state.io_mode
 
     # ---- the six verbs ----------------------------------------------------------------------------
@@ -111,19 +111,19 @@ class LogStore:
         return cast(list[WriteOutcome], request.outcomes)
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Raises StoreError when the disk could not make it last."""
+        """Raises StoreError if the disk could not make the deletion durable."""
         self._state.must_be_open()
         return self._alone(lambda: self._writer.erase(space, keys)) if keys else 0
 
     def flush(self) -> None:
-        """Nothing to do: every verb that returned has made its work last."""
+        """Does nothing: every verb that returned has made its work durable."""
         self._state.must_be_open()
 
     def close(self) -> None:
-        """Saves the index, so that the next opening is quick and knows what was used last. Does nothing in a fork.
+        """Saves the index, so that the next opening is fast and knows the last uses. Does nothing in a fork.
 
-        Waits for running reads. Called again after an interruption, it goes on. Raises StoreError when the disk does not answer a
-        read: its file must stay open, so the directory stays locked until this process ends.
+        Waits for running reads. Called again after an interruption, it continues. Raises StoreError if the disk does not complete
+        a read: the file must stay open then, so the directory stays locked until this process ends.
         """
         if not self._state.closed and not self._left:
             self._group_commit.submit(ExclusiveTask(run=self._close))
@@ -142,22 +142,22 @@ class LogStore:
             return self._state.index.largest_spaces(most)
 
     def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
-        """Kept in memory, and on disk with the next snapshot or when the values are copied: after a crash, what they were
-        written with may count again.
+        """The level changes in memory, and on disk with the next snapshot or when the values are copied: after a crash, they may
+        have the level again with which they were written.
         """
         self._state.must_be_open()
         with self._state.lock:
             return self._state.index.relevel(space.digest, keys, level)
 
-    # ---- what people ask --------------------------------------------------------------------------
+    # ---- statistics and maintenance --------------------------------------------------------------
 
     def clear(self, digest: bytes) -> int:
-        """Forgets everything in one space for good, and touches no other; returns how many values there were."""
+        """Deletes everything in one space for good, and nothing else; returns how many values there were."""
         self._state.must_be_open()
         return self._alone(lambda: self._writer.clear(self._named(digest)))
 
     def snapshot(self) -> None:
-        """Saves the index now: a crash after this reads only what came later."""
+        """Saves the index now: after a crash, recovery reads only what was written later."""
         self._state.must_be_open()
         self._alone(self._save)
 
@@ -170,7 +170,7 @@ class LogStore:
             raise StoreError(f"the directory of {self._state.directory} cannot be read: {error}") from error
 
     def repair(self, on_progress: Callable[[int], None], key: StoreKey | None = None) -> CheckReport:
-        """Verifies every byte, and drops what is damaged for good; returns what was found, and what of it is left.
+        """Verifies every byte, and drops what is damaged for good; returns the damage found and what remains of it.
 
         Writers wait meanwhile.
         """
@@ -189,7 +189,7 @@ class LogStore:
         return reports[0]
 
     def audit(self) -> None:
-        """Asserts that index, segments and tombstones agree. Waits for a clear that has given the lock back in between."""
+        """Asserts that index, segments and tombstones agree. Waits for a clear that releases the lock between its steps."""
         self._group_commit.submit(ExclusiveTask(run=self._audit))
 
     def __repr__(self) -> str:
@@ -202,15 +202,15 @@ class LogStore:
         with state.lock:
             state.index.audit()
             assert set(filter(state.index.live_bytes.get, state.index.live_bytes)) <= set(state.segments.table), "values nowhere"
-            left = state.budget.left_beside(len(state.segments.table), state.snapshot_bytes())
+            left = state.budget.left_with(len(state.segments.table), state.snapshot_bytes())
             assert left >= 0, f"{-left} bytes above the budget: {len(state.segments.table)=} {state.snapshot_bytes()=}"
 
     def _named(self, digest: bytes) -> Space:
-        """A space as it was first seen."""
+        """A space with the tenant and label under which it was first seen."""
         return self._state.index.space_of(digest) or Space(digest=digest)
 
     def _alone(self, work: Callable[[], int]) -> int:
-        """Does something as the only writer."""
+        """Runs work as the only writer."""
         results: list[int] = []
 
         def run() -> None:
@@ -254,20 +254,20 @@ class LogStore:
                 state.closed = True
                 if not state.lock.wait_for(lambda: not any(s.pins for s in state.segments.table.values()), READERS_END_S):
                     raise StoreError(
-                        f"a read in {state.directory} did not end within {READERS_END_S:.0f} s: look at the disk; "
+                        f"a read in {state.directory} did not end within {READERS_END_S:.0f} s: check the disk; "
                         "the directory stays locked until this process ends"
                     )
                 state.segments.close_all()
             state.unlock()
 
     def leave_in_child(self) -> None:
-        """In a fork: the lock stays with the process that opened the log. No other lock is taken here."""
+        """For a fork: the lock stays with the process that opened the log. Takes no other lock."""
         self._left = True
         self._state.unlock()
 
 
 def check_writes(writes: Sequence[Write]) -> None:
-    """Raises ValueError for writes, one at least, that no log can keep."""
+    """Raises ValueError for invalid writes; there is at least one."""
     keys, values, stamps, parents, depths, _, levels = zip(*writes, strict=True)
     shapes = {*zip(map(len, keys), map(len, parents), map(len, stamps), strict=True)}
     if shapes != {(KEY_BYTES, KEY_BYTES, STAMP_BYTES)}:
@@ -280,7 +280,7 @@ def check_writes(writes: Sequence[Write]) -> None:
 
 
 def check_buffers(buffers: Sequence[memoryview]) -> None:
-    """Raises ValueError for memory whose length is not its number of bytes: what lies behind it would be taken for its own."""
+    """Raises ValueError for memory whose length is not its number of bytes: bytes behind it would be taken for its own."""
     for buffer in buffers:
         if buffer.itemsize != 1 or buffer.ndim != 1 or not buffer.c_contiguous:
             raise ValueError(
@@ -294,7 +294,7 @@ def check_buffers(buffers: Sequence[memoryview]) -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ExclusiveTask:
-    """Anything else that only the writer may do, alone."""
+    """Any other work that only the writer may do, alone."""
 
     run: Callable[[], None]
     done: bool = False
@@ -302,10 +302,10 @@ class ExclusiveTask:
 
 
 class GroupCommit:
-    """Assigns the turn to write. Knows no files and no formats: a turn is a function over a group of requests.
+    """Assigns the turn to write. Does not know files or formats: a turn is a function over a group of requests.
 
-    Requests stay queued until their turn ends. So whatever interrupts a caller (KeyboardInterrupt, at any moment), the turn
-    goes on to the next one, and every request of an interrupted group fails.
+    Requests stay queued until their turn ends. If a caller is interrupted (KeyboardInterrupt, at any moment), the turn passes to
+    the next caller, and every request of the interrupted group fails.
     """
 
     def __init__(self, put: Callable[[Sequence[PutRequest]], None]) -> None:
@@ -313,12 +313,12 @@ class GroupCommit:
         self._changed = Condition()
         self._queue: deque[PutRequest | ExclusiveTask] = deque()
         self._writer: PutRequest | ExclusiveTask | None = None  # the request whose caller has the turn
-        self._group: list[PutRequest | ExclusiveTask] = []  # what it serves: the head of the queue
+        self._group: list[PutRequest | ExclusiveTask] = []  # the requests that it serves: the head of the queue
 
     def submit(self, request: PutRequest | ExclusiveTask) -> None:
-        """Returns when the request was served, here or by another thread. Raises what its turn raised, or what interrupts it.
+        """Returns when the request was served, here or by another thread. Raises the error of its turn, or the interruption.
 
-        Nothing uses the memory of the request any more then.
+        Afterwards, nothing uses the memory of the request any more.
         """
         try:
             with self._changed:
@@ -339,7 +339,7 @@ class GroupCommit:
             raise request.error
 
     def _next_group(self) -> list[PutRequest | ExclusiveTask]:
-        """All puts at the head of the queue, up to a limit; or the one job there."""
+        """All puts at the head of the queue, up to a limit; or the one exclusive task there."""
         group = [self._queue[0]]
         if isinstance(group[0], PutRequest):
             size = group[0].size_bytes
@@ -352,7 +352,7 @@ class GroupCommit:
 
     def _serve(self, group: Sequence[PutRequest | ExclusiveTask]) -> None:
         error = self._try(group)
-        if error is not None and len(group) > 1:  # each alone, so that it comes to the request that caused it only
+        if error is not None and len(group) > 1:  # each alone, so that only the request that caused the error fails
             for request in group:
                 request.error = self._try([request])
         else:
@@ -368,13 +368,13 @@ class GroupCommit:
             self._changed.notify_all()
 
     def _withdraw(self, request: PutRequest | ExclusiveTask, error: BaseException) -> None:
-        """After an interruption of its caller: ends the turn if this one has it, and waits where another one serves it."""
+        """After an interruption of its caller: ends the turn if this request has it, and waits if another one serves it."""
         with self._changed:
             if self._writer is request:
                 for one in self._group:
                     if not one.done:
                         what = f"the thread that wrote for this call was interrupted by {type(error).__name__}"
-                        one.error = StoreError(f"{what}; what the call asked for was done, or was not")
+                        one.error = StoreError(f"{what}; the work of the call was done, or was not")
                         one.done = True
                     if one in self._queue:
                         self._queue.remove(one)
@@ -393,6 +393,6 @@ class GroupCommit:
             for request in group:
                 if isinstance(request, ExclusiveTask):
                     request.run()
-        except Exception as raised:  # the worker boundary: it belongs to the callers that wait for it
+        except Exception as raised:  # worker boundary: the error goes to the callers that wait
             return raised
         return None

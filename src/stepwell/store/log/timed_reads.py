@@ -1,7 +1,7 @@
-"""How fast a log delivers what is in it: a little of it is read when it is opened, as requests would read it.
+"""How fast a log reads what it holds: it reads a small part when it is opened, in the way that requests would read it.
 
-One turn alone, then several by as many threads as a request has; a tenth of a second and 64 MiB at most. A log that holds too
-little to tell is judged by how fast its disk was when that was tried (`writing/upkeep.Probe`). Changes what was used last.
+One turn alone, then several by the number of threads that a request uses; a tenth of a second and 64 MiB at most. A log that
+holds too little for this uses the speed of its disk in the probe (`writing/upkeep.Probe`). Changes the last uses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepwell.store.log.state.log_state import IoMode, LogState
 
 READERS = 4
 TURN_BYTES, TURNS = 8 << 20, 8
-LEAST_BYTES = 4 << 20  # less says more about starting to read than about reading
+LEAST_BYTES = 4 << 20  # less would measure the start of a read more than the read
 AT_MOST_S = 0.1
 MOST_VALUES = 4096  # of a stretch
 _PROBED_BYTES = 8 << 20
@@ -30,7 +30,7 @@ class _Turn(NamedTuple):
 
 
 def tried_reads(mode: IoMode) -> tuple[TimedRead, ...]:
-    """By what the disk did when it was tried; none before that."""
+    """The speed of the disk in the probe; nothing before the probe ran."""
     rate = mode.read_bytes_per_s
     return (TimedRead(_PROBED_BYTES, _PROBED_BYTES / rate),) if rate else ()
 
@@ -52,7 +52,7 @@ def timed_reads(state: LogState, reader: Reader, clock: Clock) -> tuple[TimedRea
 
 
 def _turns(state: LogState) -> list[_Turn]:
-    """Stretches of what is there, evenly spread, each of one space and within one segment."""
+    """Stretches of stored values, evenly spread, each of one space and within one segment."""
     scratch, turns = Scratch(), []
     with state.lock:
         columns = state.index.columns

@@ -1,11 +1,11 @@
-"""A connected Mooncake client: the calls we use, in our words. The one file that imports the wheel, on first use.
+"""A connected Mooncake client: the calls that we use, under our names. The one file that imports the wheel, on first use.
 
-Every answer is a code; those that mean the master cannot be reached become StoreError here, so that whoever watches the
-store sees it fail as a whole. Measured with 0.3.13 after the master died: the first `exist` fails at once, every other
-call blocks 4.3 to 4.5 s before it does. A restarted master is found again within about a second, without our doing.
+Every answer is a code; codes that mean that the master cannot be reached become StoreError here, so that health checks see the
+store fail as a whole. Measured with 0.3.13 after the master died: the first `exist` fails at once, every other call blocks for
+4.3 to 4.5 s before it fails. Mooncake finds a restarted master by itself within about a second.
 
-A client whose set-up failed, or that was closed, takes the process with it when it is called: nothing here lets that
-happen. All calls give up the GIL and may be made from several threads.
+To call a client whose set-up failed, or that was closed, ends the process: nothing here permits that. All calls release the
+GIL and may be made from several threads.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from stepwell.base.errors import ConfigError, StoreError
 from stepwell.store.mooncake.config import MooncakeConfig, SoftPin
 
 OK = 0
-NO_SPACE = -200  # nothing can be evicted, or not yet
+NO_SPACE = -200  # nothing can be evicted, or nothing yet
 BAD_REQUEST = -600  # also: the buffer is smaller than the value
-NOT_READY = -703  # somebody is writing it
+NOT_READY = -703  # another client is writing it
 NOT_FOUND = -704
 ALREADY_THERE = -705
 TRANSFER_FAILED = -800  # also: the buffer is larger than the value
 OVER_QUOTA = -1700  # of the tenant, where the master has quotas
-_RPC_CODES = range(-999, -899)  # the master, or the way to it, is gone
+_RPC_CODES = range(-999, -899)  # the master, or the connection to it, is gone
 
 Terms = Callable[[list[str], bool], object]  # group of each value, whether to pin them -> the wheel's ReplicateConfig
 
@@ -40,29 +40,29 @@ class Client:
         self._address = address
 
     def exist(self, names: list[str]) -> list[int]:
-        """1 for a value that is there, 0 for one that is not, else a code. Renews the lease of those that are there."""
+        """1 for a value that exists, 0 for one that does not, else a code. Renews the lease of existing values."""
         return self._heard(self._raw.batch_is_exist(names))
 
     def get(self, names: list[str], pointers: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Fills the slices of each value; the number of bytes, or a code."""
+        """Fills the slices of each value; returns the number of bytes, or a code."""
         return self._heard(self._raw.batch_get_into_multi_buffers(names, pointers, sizes))
 
     def put(
         self, names: list[str], pointers: list[list[int]], sizes: list[list[int]], groups: list[str], *, pinned: bool
     ) -> list[int]:
-        """Keeps each value, the slices one after the other. Answers OK too where a value was there, and leaves that one.
+        """Stores each value, the slices one after the other. Also returns OK if a value existed, and leaves that value unchanged.
 
-        With `pinned` they are softly pinned: for a while they are evicted last.
+        With `pinned` the values are softly pinned: for a while they are evicted last.
         """
         return self._heard(self._raw.batch_put_from_multi_buffers(names, pointers, sizes, self._terms(groups, pinned)))
 
     def remove(self, names: list[str]) -> list[int]:
-        """Removes values at once, leased or not: OK or NOT_FOUND or another code."""
+        """Removes values at once, leased or not: OK, NOT_FOUND or another code."""
         return self._heard(self._raw.batch_remove(names, True))
 
     def remove_all(self, start: str) -> int:
-        """Removes at once all values whose names begin so (letters, digits and dashes): how many there were, or a code."""
-        assert start.replace("-", "").isalnum(), f"{start!r} would be more than a beginning"
+        """Removes all values with this prefix (letters, digits and dashes) at once: their number, or a code."""
+        assert start.replace("-", "").isalnum(), f"{start!r} is more than a prefix"
         return self._heard([self._raw.remove_by_regex(f"^{start}", True)])[0]
 
     def size(self, name: str) -> int:
@@ -70,11 +70,11 @@ class Client:
         return self._heard([self._raw.get_size(name)])[0]
 
     def register(self, address: int, size_bytes: int) -> None:
-        """Lets Mooncake move data in and out of this memory, which must stay where it is until `unregister`."""
+        """Permits Mooncake to access this memory, which must not move until `unregister`."""
         code = self._raw.register_buffer(address, size_bytes)
         if code != OK:
             raise StoreError(
-                f"Mooncake cannot register {size_bytes} bytes of memory (code {code}): look at the limit on locked memory "
+                f"Mooncake cannot register {size_bytes} bytes of memory (code {code}): check the limit on locked memory "
                 f"(ulimit -l), and whether the same memory is registered twice"
             )
 
@@ -82,7 +82,7 @@ class Client:
         self._raw.unregister_buffer(address)
 
     def close(self) -> None:
-        """Leaves the cluster. Takes up to 1 s, 2 s for a client that lent memory, and the wheel keeps the GIL meanwhile."""
+        """Leaves the cluster. Takes up to 1 s, or 2 s for a client that contributes memory; the wheel holds the GIL meanwhile."""
         self._raw.close()
 
     def _heard(self, codes: list[int]) -> list[int]:
@@ -107,7 +107,7 @@ def connect(config: MooncakeConfig) -> Client:
     )  # fmt: skip
     if code != OK:
         raise StoreError(
-            f"cannot join the Mooncake cluster of {config.master_server_address} (code {code}): look at local_hostname "
+            f"cannot join the Mooncake cluster of {config.master_server_address} (code {code}): check local_hostname "
             f"({config.local_hostname}: the other clients must reach it, and it needs an interface besides lo), metadata_server "
             f"({config.metadata_server}), protocol ({config.protocol}) and global_segment_size ({config.global_segment_size})"
         )
@@ -115,20 +115,20 @@ def connect(config: MooncakeConfig) -> Client:
 
 
 def load_wheel() -> Any:
-    """Mooncake's own module. Raises ConfigError where it is missing or does not load."""
+    """Mooncake's own module. Raises ConfigError if it is missing or does not load."""
     try:
         return import_module("mooncake.store")
     except ModuleNotFoundError as error:
         raise ConfigError(
             "the Mooncake store needs a wheel: install mooncake-transfer-engine-non-cuda (this is what stepwell[mooncake] does) "
-            "or, beside CUDA, mooncake-transfer-engine"
+            "or, with CUDA, mooncake-transfer-engine"
         ) from error
     except ImportError as error:
         raise ConfigError(f"Mooncake's wheel does not load ({error}); on Debian it needs the package libibverbs1") from error
 
 
 def knock(config: MooncakeConfig) -> None:
-    """Fails soon when nobody is at the master's address: the wheel would try for a minute and a half."""
+    """Fails within seconds if there is no master at its address: the wheel would try for a minute and a half."""
     address = config.master_server_address
     if "://" in address:
         return  # found through a directory of masters

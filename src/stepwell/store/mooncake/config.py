@@ -1,4 +1,4 @@
-"""What a Mooncake client is told: the fields of Mooncake's own JSON file under their own names, and a few of ours.
+"""The settings of a Mooncake client: the fields of Mooncake's own JSON file under their own names, and a few of ours.
 
 Reads a file or a mapping, never the environment (`stepwell.cli.engine_options` does) and never the network.
 """
@@ -22,9 +22,9 @@ _BINARY_UNIT = re.compile(r"([0-9. ]+)([kmgt])b?\s*", re.ASCII | re.IGNORECASE)
 
 
 class SoftPin(Enum):
-    """Whether values written are evicted last, for a while. Mooncake's names."""
+    """Whether newly written values are evicted last, for a while. Mooncake's names."""
 
-    PRESERVE = "preserve"  # as the master does by itself: no pin for a new value
+    PRESERVE = "preserve"  # the master's default: no pin for a new value
     ENABLE = "enable"
     DISABLE = "disable"
 
@@ -36,20 +36,20 @@ class MooncakeConfig:
     master_server_address: str  # host:port, or etcd://... for a cluster with several masters
     local_hostname: str = "localhost"  # where the other clients reach this one
     metadata_server: str = P2P
-    protocol: str = "tcp"  # or rdma, or what else the wheel was built with
-    device_name: str = ""  # network cards for rdma, by comma; empty: Mooncake chooses
-    global_segment_size: int = 3_355_443_200  # bytes of this process's memory lent to the pool; 0 lends nothing
+    protocol: str = "tcp"  # or rdma, or another protocol that the wheel was built with
+    device_name: str = ""  # network cards for rdma, separated by commas; empty: Mooncake chooses
+    global_segment_size: int = 3_355_443_200  # bytes of memory that this process contributes to the pool; 0 contributes none
     local_buffer_size: int = 16 * 2**20  # for calls of Mooncake that we do not use
-    tenant_id: str = "default"  # tells clients apart only where the master runs with --enable_multi_tenants
+    tenant_id: str = "default"  # separates clients only if the master runs with --enable_multi_tenants
     enable_ssd_offload: bool = False
     ssd_offload_path: str = ""
     enable_client_http_server: bool = False
     client_http_port: int = 9300
-    replica_num: int = 1  # copies of each value in segments of different clients; fewer where there is no room
+    replica_num: int = 1  # copies of each value in segments of different clients; fewer where there is no space
     soft_pin: SoftPin = SoftPin.PRESERVE
-    soft_pin_ttl_ms: int | None = None  # None: as long as the master says
-    staging_bytes: int = 192 * 2**20  # registered memory of our own, for what does not lie in the host arena
-    connect_timeout_s: float = 5.0  # for the first word with the master; Mooncake alone would try for 90 s
+    soft_pin_ttl_ms: int | None = None  # None: the master's default
+    staging_bytes: int = 192 * 2**20  # our own registered memory, for values outside the host arena
+    connect_timeout_s: float = 5.0  # for the first contact with the master; Mooncake alone would try for 90 s
 
     def __post_init__(self) -> None:
         for name in ("master_server_address", "local_hostname", "metadata_server", "protocol", "tenant_id"):
@@ -62,11 +62,11 @@ class MooncakeConfig:
         if not 0 < self.connect_timeout_s <= 3600:
             raise ConfigError(f"connect_timeout_s must be more than 0 and at most an hour, got {self.connect_timeout_s}")
         if self.soft_pin_ttl_ms is not None and self.soft_pin is not SoftPin.ENABLE:
-            raise ConfigError("soft_pin_ttl_ms means something with soft_pin=enable only")
+            raise ConfigError("soft_pin_ttl_ms requires soft_pin=enable")
 
 
 def from_mapping(settings: Mapping[str, Any], *, origin: str) -> MooncakeConfig:
-    """A configuration from JSON values or from texts. Raises ConfigError for fields it does not know, naming them."""
+    """A configuration from JSON values or from texts. Raises ConfigError for unknown fields, naming them."""
     unknown = sorted(set(settings) - set(FIELDS))
     if unknown:
         raise ConfigError(f"{origin} has unknown field(s) {', '.join(unknown)}; known: {', '.join(FIELDS)}")
@@ -76,7 +76,7 @@ def from_mapping(settings: Mapping[str, Any], *, origin: str) -> MooncakeConfig:
 
 
 def from_file(path: Path, *, overrides: Mapping[str, Any] | None = None) -> MooncakeConfig:
-    """A configuration from a JSON file, as Mooncake's other clients read it. `overrides` win over the file."""
+    """A configuration from a JSON file, as Mooncake's other clients read it. `overrides` take precedence over the file."""
     try:
         settings = json.loads(path.read_text())
     except OSError as error:
@@ -105,7 +105,7 @@ def _lower(name: str, value: Any) -> str:
 
 
 def _bytes(name: str, value: Any) -> int:
-    """An amount of memory where `4gb` and `4g` count in 1024s, as in every other reader of the same file."""
+    """An amount of memory. `4gb` and `4g` are binary units, as for all other readers of this file."""
     match = _BINARY_UNIT.fullmatch(value) if isinstance(value, str) else None
     try:
         return parse_bytes(f"{match[1]}{match[2]}iB" if match else value)

@@ -1,13 +1,13 @@
-"""Registered memory: the caller's, which values move through untouched, and lanes of our own for everything else.
+"""Registered memory: the caller's, from which values move without a copy, and lanes of our own for everything else.
 
-A value in Mooncake is its stamp and its bytes, one after the other. One batch passes through a lane at a time:
+A value in Mooncake is its stamp followed by its bytes. One batch passes through a lane at a time:
 
-    lane     | stamp bytes... | stamp | stamp | stamp bytes.. |        room for the next |
+    lane     | stamp bytes... | stamp | stamp | stamp bytes.. |        free for the next |
                  copied          \\       \\
     caller's registered memory     bytes    bytes                      not copied: the second slice of its value
 
-Small values are copied even when their memory is registered: up to COPY_BYTES a second slice costs more than the copy.
-Knows nothing of names and outcomes.
+Small values are copied even if their memory is registered: up to COPY_BYTES a second slice costs more than the copy.
+Does not know names or outcomes.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from stepwell.base.units import format_bytes
 from stepwell.store.api import STAMP_BYTES
 from stepwell.store.mooncake.client import Client
 
-COPY_BYTES = 1024 * 1024  # measured over TCP: 32 KiB 0.60 copied and 0.37 GB/s not, 512 KiB 0.78 and 0.75; with less CPU
+COPY_BYTES = 1024 * 1024  # measured over TCP: 32 KiB 0.60 GB/s with a copy and 0.37 without, 512 KiB 0.78 and 0.75; with less CPU
 # Two slices each and three lanes: 960 in flight. A get of 3,000 over TCP hung for 60 s, and all later transfers failed.
 VALUES_PER_BATCH = 160
 
 
 def address_of(memory: memoryview) -> int:
-    """Where non-empty memory lies, writable or not."""
+    """The address of non-empty memory, writable or not."""
     return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
 class Regions:
-    """Memory that Mooncake may reach into. Keeps it alive until it is removed.
+    """Memory that Mooncake may access. Keeps it alive until it is removed.
 
-    One thread changes it at a time, while others look: what they look at is replaced and never changed.
+    One thread at a time changes it while others read it: the mapping that they read is replaced and never changed.
     """
 
     def __init__(self, client: Client) -> None:
@@ -46,7 +46,7 @@ class Regions:
         self._starts: Sequence[int] = ()
 
     def add(self, memory: memoryview) -> int:
-        """Registers memory and returns its address. Raises StoreError when Mooncake refuses it."""
+        """Registers memory and returns its address. Raises StoreError if Mooncake refuses it."""
         start = address_of(memory)
         self._client.register(start, memory.nbytes)
         self._replace({**self._memories, start: memory})
@@ -60,7 +60,7 @@ class Regions:
         return start if region is not None and start + memory.nbytes <= starts[at] + region.nbytes else None
 
     def remove(self, start: int) -> None:
-        """Takes back memory by its address, where it is registered."""
+        """Unregisters the memory at an address, if it is registered."""
         if start in self._memories:
             self._replace({at: memory for at, memory in self._memories.items() if at != start})
             self._client.unregister(start)
@@ -74,11 +74,11 @@ class Regions:
 
 
 class Passage(NamedTuple):
-    """One value on its way through a lane."""
+    """One value in transfer through a lane."""
 
-    at: int  # of its stamp, in the lane
+    at: int  # offset of its stamp in the lane
     size: int
-    caller: int | None  # address of its bytes; None when they lie behind the stamp, copied
+    caller: int | None  # address of its bytes; None if they are copied and lie behind the stamp
 
 
 class Lane:
@@ -95,7 +95,7 @@ class Lane:
         return self._memory.nbytes - STAMP_BYTES
 
     def admit(self, values: Iterable[memoryview]) -> list[Passage]:
-        """Begins a batch: ways for the first values, as many as go together. Copies nothing yet."""
+        """Begins a batch: places for the first values, as far as they fit. Copies nothing yet."""
         passages: list[Passage] = []
         used = 0
         for value in values:
@@ -108,14 +108,14 @@ class Lane:
         return passages
 
     def load(self, passage: Passage, stamp: bytes, data: memoryview) -> None:
-        """Puts a value where Mooncake will take it from."""
+        """Copies a value to the place from which Mooncake reads it."""
         self._memory[passage.at : passage.at + STAMP_BYTES] = stamp
         if passage.caller is None:
             start = passage.at + STAMP_BYTES
             self._memory[start : start + passage.size] = data
 
     def unload(self, passage: Passage, into: memoryview) -> bytes:
-        """Gives a value that arrived to its reader; returns its stamp."""
+        """Copies a received value to its reader; returns its stamp."""
         start = passage.at + STAMP_BYTES
         if passage.caller is None:
             into[:] = self._memory[start : start + passage.size]
@@ -131,14 +131,14 @@ class Lane:
 
 
 def build_lanes(count: int, total_bytes: int, regions: Regions) -> Sequence[Lane]:
-    """Lanes of equal size in one piece of memory, registered once; memory nobody touches costs nothing over TCP.
+    """Lanes of equal size in one piece of memory, registered once. Over TCP, memory that is never touched costs nothing.
 
-    Raises StoreError when the memory cannot be had.
+    Raises StoreError if the memory cannot be allocated.
     """
     size = total_bytes // count // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         memory = memoryview(mmap.mmap(-1, size * count))
     except (OSError, OverflowError) as error:
-        raise StoreError(f"there is no memory for staging_bytes of {format_bytes(total_bytes)} ({error}): give less") from error
+        raise StoreError(f"no memory for staging_bytes={format_bytes(total_bytes)} ({error}): set a smaller one") from error
     address = regions.add(memory)
     return [Lane(memory[i * size : (i + 1) * size], address + i * size, regions) for i in range(count)]

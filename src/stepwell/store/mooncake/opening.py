@@ -1,4 +1,4 @@
-"""A Mooncake store from a name: `mooncake:/etc/mooncake.json`, or `mooncake:` with options, or both (options win)."""
+"""A Mooncake store from a name: `mooncake:/etc/mooncake.json`, or `mooncake:` with options, or both (options take precedence)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """One membership in a cluster: a client, the memory registered with it, and the verbs that are using both.
 
-A transfer that Mooncake gave up on after its own time limit may still be on its way, into memory that its reader would
-use for something else by then. So nobody gets such memory back before the client is gone: `Stalled` is raised, and the
-session must be left. One that failed sooner ends within that limit: its reader leaves the memory alone for so long
-(`Traits.late_write_s`). Lanes need no such care: what passes through them is verified after it was copied out.
-Knows nothing of spaces, keys and outcomes.
+A transfer that Mooncake abandoned after its own time limit may still write into memory that its reader would reuse by then. So
+the memory stays in use until the client is gone: `Stalled` is raised, and the store must leave the session. A transfer that
+failed sooner ends within that limit: its reader does not touch the memory for that time (`Traits.late_write_s`). Lanes need no
+such care: their values are verified after they were copied out. Does not know spaces, keys and outcomes.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from stepwell.store.mooncake.lanes import Lane, Regions, address_of, build_lanes
 
 READING_LANES = 2
 TRANSFER_LIMIT_S = 60.0  # Mooncake's own, from a transfer's beginning, for all slices of it
-STALLED_S = 20.0  # from a dead holder a transfer failed within 1 s; for one that just hung Mooncake waited 60
+STALLED_S = 20.0  # with a dead holder a transfer failed within 1 s; with one that hung, Mooncake waited 60 s
 
 
 class Stalled(Exception):
-    """A transfer timed out. Never leaves this package: the store leaves the session and raises StoreError."""
+    """A transfer timed out. Stays inside this package: the store leaves the session and raises StoreError."""
 
 
 class Session:
-    """Begins with a connected client, and owns it. `verb()` around every use; `leave()` ends it, once nobody is inside."""
+    """Owns a connected client. Every use runs inside `verb()`; `leave()` ends the session when no verb is running."""
 
     def __init__(self, client: Client, *, staging_bytes: int, buffers: Sequence[memoryview], clock: Clock) -> None:
         self.client = client
@@ -59,7 +58,7 @@ class Session:
 
     @contextmanager
     def verb(self) -> Iterator[None]:
-        """Keeps the client while a verb runs: a call to a closed one would end the process."""
+        """Keeps the client alive while a verb runs: a call to a closed one would end the process."""
         with self._changed:
             if self._leaving:
                 raise StoreError("this Mooncake store is leaving its cluster; try again later")
@@ -73,7 +72,7 @@ class Session:
 
     @contextmanager
     def reading_lane(self) -> Iterator[Lane]:
-        """A lane for one reader; waits while all are taken."""
+        """A lane for one reader; waits while all are in use."""
         lane = self._reading.get()
         try:
             yield lane
@@ -81,7 +80,7 @@ class Session:
             self._reading.put(lane)
 
     def move(self, transfer: Callable[[], list[int]]) -> list[int]:
-        """Runs a transfer and returns its codes, or raises Stalled when parts of it may not be over."""
+        """Runs a transfer and returns its codes; raises Stalled if parts of it may still be in progress."""
         began_s = self._clock.now()
         answers = transfer()
         if TRANSFER_FAILED in answers and self._clock.now() - began_s >= STALLED_S:
@@ -90,17 +89,17 @@ class Session:
         return answers
 
     def get(self, transfer: Callable[[], list[int]]) -> list[int]:
-        """As `move`, one at a time: over TCP two gets at once took half as much processor time again for the same bytes.
+        """Like `move`, one at a time: over TCP two gets at once took half as much processor time again for the same bytes.
 
-        What came before is unloaded meanwhile: so there are more lanes than one.
+        Other readers unload their batches meanwhile: this is why there are several lanes.
         """
         with self._getting:
-            if self._has_stalled:  # so would this one, and nobody leaves before it is over
+            if self._has_stalled:  # this transfer would stall too, and the session stays open until it ends
                 raise Stalled
             return self.move(transfer)
 
     def register(self, memories: Sequence[memoryview]) -> None:
-        """Lets values move in and out of memory without a copy: all of it or, raising StoreError, none."""
+        """Lets values move in and out of memory without a copy: registers all of it or, raising StoreError, none."""
         with self.verb(), self._regions_lock:
             added = 0
             try:
@@ -113,13 +112,13 @@ class Session:
                 raise
 
     def unregister(self, memories: Sequence[memoryview]) -> None:
-        """Takes back memory that no verb is using. A session that is being left does so by itself."""
+        """Unregisters memory that no verb is using. A session that is closing does so by itself."""
         with suppress(StoreError), self.verb(), self._regions_lock:
             for memory in memories:
                 self._regions.remove(address_of(memory))
 
     def leave(self) -> None:
-        """Waits for running verbs and gives everything back. Returns when that is done, whoever began it."""
+        """Waits for running verbs and releases everything. Returns when this is done, also if another thread began it."""
         with self._changed:
             first, self._leaving = not self._leaving, True
             self._changed.wait_for(lambda: self._verbs_running == 0)

@@ -1,14 +1,14 @@
-"""Values in a Mooncake cluster: shared by every machine that joined, gone when the machines that hold them go.
+"""Values in a Mooncake cluster: shared by all machines that joined, lost when the machines that hold them leave.
 
     value    one Mooncake object: 64 bytes of stamp, then the bytes
-    name     sw1-<digest of the space>-<key>, in hex: spaces never meet, whoever else uses the cluster
-    group    a Mooncake group of the same space: its members are evicted together, as far as they are not in use
+    name     sw1-<digest of the space>-<key>, in hex: spaces never collide, even with other users of the cluster
+    group    a Mooncake group of the same space: its members are evicted together, except those in use
 
-A space's own tenant is not told to Mooncake: there a tenant belongs to a whole client (`tenant_id`), so deployments that
-want Mooncake's quotas open one store for each tenant. Parents and depths are not told either: Mooncake evicts by age. What is
-VALUABLE is softly pinned when it is written, so it is evicted last for a while; pins cannot be changed later, so levels cannot be
-either, and what is EXPENDABLE is like the rest.
-Never decides what to keep, and never verifies a stamp: both are done above.
+Mooncake does not receive the tenant of a space: in Mooncake a tenant belongs to a whole client (`tenant_id`), so deployments that
+want Mooncake's quotas open one store for each tenant. It does not receive parents and depths either: it evicts by age. VALUABLE
+values are softly pinned when written, so they are evicted last for a while. Pins cannot be changed later, so levels cannot
+either, and EXPENDABLE values are like ordinary ones.
+Never decides what to keep, and never verifies a stamp: the layers above do both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stepwell.store.mooncake.session import TRANSFER_LIMIT_S, Session, Stalled
 
 NAMES_PER_CALL = 4096
 TURN_BYTES = 64 * 2**20  # large calls cost a third less CPU than those of 8 MiB
-EVICTION_WAIT_S = 0.02  # a full master evicts in the background: of 3,200 writes 60 % were refused at once, none after this
+EVICTION_WAIT_S = 0.02  # a full master evicts in the background: 60 % of 3,200 writes were refused at once, none after this
 _READ_OUTCOMES = {codes.NOT_FOUND: ReadOutcome.MISSING, codes.NOT_READY: ReadOutcome.MISSING}
 _FULL = (codes.NO_SPACE, codes.OVER_QUOTA)
 _WRITE_OUTCOMES = {
@@ -43,11 +43,11 @@ _KEPT = (WriteOutcome.STORED, WriteOutcome.EXISTS)
 
 
 class MooncakeStore:
-    """One client of a Mooncake cluster as a store. Large values inside memory it was shown (`register`) are not copied.
+    """One client of a Mooncake cluster as a store. Large values inside registered memory (`register`) are not copied.
 
     One read and one write move data at a time; other callers wait. A master that does not answer is a StoreError, up to
-    4.5 s after the call. So is a transfer that stalls, after Mooncake's 60 s: the store leaves the cluster then and joins
-    it again with the next verb. `counters` has what went wrong, by verb and Mooncake's code.
+    4.5 s after the call. A transfer that stalls is one too, after Mooncake's 60 s: the store then leaves the cluster and joins
+    it again with the next verb. `counters` counts failures by verb and Mooncake's code.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class MooncakeStore:
         clock: Clock | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Joins at once. Raises what `join` raises, or StoreError when its own memory cannot be registered; holds nothing."""
+        """Joins at once. Raises the errors of `join`, or StoreError if its memory cannot be registered; holds nothing then."""
         self.counters = Counters()
         self._join = join
         self._staging_bytes = staging_bytes
-        self._buffers: dict[int, memoryview] = {}  # that we were shown, by address
+        self._buffers: dict[int, memoryview] = {}  # registered by the caller, by address
         self._clock = clock or SystemClock()
         self._sleep = sleep
         self._lock = Lock()
@@ -78,12 +78,12 @@ class MooncakeStore:
         )  # fmt: skip
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys have a value now. Mooncake takes the question for a use: it renews the lease of what is there."""
+        """Which keys have a value now. Mooncake counts this as a use: it renews the lease of existing values."""
         with self._verb() as session:
             return self._exist(session, _names(space, keys))
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
-        """Fills each buffer with its value. `cancelled` is asked between batches of up to 160 values."""
+        """Fills each buffer with its value. `cancelled` is called between batches of up to 160 values."""
         results: list[ReadResult] = []
         with self._verb() as session, session.reading_lane() as lane:
             while len(results) < len(reads) and not cancelled():
@@ -91,11 +91,11 @@ class MooncakeStore:
         return results + [ReadResult(outcome=ReadOutcome.CANCELLED)] * (len(reads) - len(results))
 
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        """Keeps the values that are not there yet. Batches of up to 160 follow each other; those of one appear together."""
+        """Stores the values that are not there yet, in batches of up to 160. The values of one batch appear together."""
         first = {write.key: index for index, write in reversed(list(enumerate(writes)))}
         wanted = [write for index, write in enumerate(writes) if first[write.key] == index]
         outcomes = {write.key: WriteOutcome.TOO_LARGE for write in wanted if write.data.nbytes > self._capacity}
-        with self._verb() as session, session.write_lock:  # what another thread is writing is there before this one says EXISTS
+        with self._verb() as session, session.write_lock:  # what another thread is writing exists before this reports EXISTS
             there = self._exist(session, _names(space, [write.key for write in wanted]))
             outcomes.update((write.key, WriteOutcome.EXISTS) for write, found in zip(wanted, there, strict=True) if found)
             new = [write for write in wanted if write.key not in outcomes]
@@ -106,7 +106,7 @@ class MooncakeStore:
         return [_again(outcomes[write.key], first=first[write.key] == index) for index, write in enumerate(writes)]
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Forgets values at once, even while others read them: whoever does gets bytes that fail their stamp, or nothing."""
+        """Deletes values at once, even while others read them: those readers get bytes that fail their stamp, or none."""
         deleted = 0
         with self._verb() as session:
             for names in _parts(_names(space, keys)):
@@ -117,16 +117,16 @@ class MooncakeStore:
         return deleted
 
     def clear(self, digest: bytes) -> int:
-        """Forgets all values of a space at once, on every machine, as `delete` does. Of other tenants' clients it sees none."""
+        """Deletes all values of a space at once, on every machine, like `delete`. Does not see values of other tenants."""
         with self._verb() as session:
             removed = session.client.remove_all(_start(digest))
         if removed < 0:
             self._count("clear", removed)
-            raise StoreError(f"Mooncake could not forget a space (code {removed})")
+            raise StoreError(f"Mooncake could not delete a space (code {removed})")
         return removed
 
     def flush(self) -> None:
-        """Does nothing: a value is in the memory of its holders when the write returns, and nowhere else."""
+        """Does nothing: when the write returns, a value is in the memory of its holders, and nowhere else."""
         with self._verb():
             pass
 
@@ -137,10 +137,10 @@ class MooncakeStore:
         self._session.leave()
 
     def register(self, memory: Sequence[memoryview]) -> None:
-        """Registers memory with Mooncake, now and whenever the cluster is joined again. Other verbs wait meanwhile."""
+        """Registers memory with Mooncake, now and whenever the store joins the cluster again. Other verbs wait meanwhile."""
         with self._lock:
             if self._closed:
-                raise StoreError("this Mooncake store was closed")
+                raise StoreError("this Mooncake store is closed")
             shown = {address_of(each): each for each in memory if each.nbytes}
             new = {start: each for start, each in shown.items() if not self._knows(start, each)}
             if self._session.is_open:
@@ -166,7 +166,7 @@ class MooncakeStore:
     def _verb(self) -> Iterator[Session]:
         with self._lock:
             if self._closed:
-                raise StoreError("this Mooncake store was closed")
+                raise StoreError("this Mooncake store is closed")
             if not self._session.is_open:
                 self._session = self._begin()
             session = self._session
@@ -177,9 +177,7 @@ class MooncakeStore:
             session.leave()
             with self._lock:
                 self.counters.add("mooncake_stalled")
-            raise StoreError(
-                "a transfer of Mooncake's stalled; the store left the cluster and joins again when it is used"
-            ) from None
+            raise StoreError("a Mooncake transfer stalled; the store left the cluster and joins again when it is used") from None
 
     def _exist(self, session: Session, names: list[str]) -> list[bool]:
         answers = [code for part in _parts(names) for code in session.client.exist(part)]
@@ -189,10 +187,10 @@ class MooncakeStore:
         return [code == 1 for code in answers]
 
     def _read_batch(self, session: Session, lane: Lane, space: Space, reads: Sequence[Read], start: int) -> list[ReadResult]:
-        """Reads as many as fit into the lane, from `start` on; at least one."""
+        """Reads the values that fit into the lane, beginning at `start`; at least one."""
         passages = lane.admit(read.into for read in _until_repeated(reads, start))
         if not passages:
-            return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value this client could have written
+            return [ReadResult(outcome=ReadOutcome.FAILED)]  # larger than any value that this client could have written
         batch = reads[start : start + len(passages)]
         names = _names(space, [read.key for read in batch])
         pointers, sizes = lane.pointers(passages), lane.sizes(passages)
@@ -205,7 +203,7 @@ class MooncakeStore:
         return results
 
     def _read_outcome(self, session: Session, name: str, wanted: int, received: int) -> ReadOutcome:
-        """FOUND for exactly the bytes wanted. Mooncake has no code for a wrong length, so doubtful ones are looked up."""
+        """FOUND for exactly the requested bytes. Mooncake has no code for a wrong length, so unclear cases are looked up."""
         if received == wanted:
             return ReadOutcome.FOUND
         if received in _READ_OUTCOMES:
@@ -218,11 +216,11 @@ class MooncakeStore:
         return ReadOutcome.FAILED
 
     def _write_batch(self, session: Session, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        """Writes as many as fit into the lane; at least one. Holds the write lock."""
+        """Writes the values that fit into the lane; at least one. The caller holds the write lock."""
         lane, pinned = session.writing, writes[0].level >= Level.VALUABLE
         writes = list(takewhile(lambda write: (write.level >= Level.VALUABLE) is pinned, writes))  # a call has one pin for all
         passages = lane.admit(write.data for write in writes)
-        assert passages, f"a value of {writes[0].data.nbytes} bytes was let through to a lane of {lane.capacity}"
+        assert passages, f"a value of {writes[0].data.nbytes} bytes is too large for a lane of {lane.capacity}"
         batch = writes[: len(passages)]
         for passage, write in zip(passages, batch, strict=True):
             lane.load(passage, write.stamp, write.data)
@@ -260,7 +258,7 @@ def _names(space: Space, keys: Sequence[bytes]) -> list[str]:
 
 
 def _start(digest: bytes) -> str:
-    """What the names of a space's values begin with, and no others."""
+    """The common prefix of the names of a space's values, and of no others."""
     return f"sw1-{digest.hex()}-"
 
 
@@ -270,7 +268,7 @@ def _parts(names: list[str]) -> Iterator[list[str]]:
 
 
 def _until_repeated(reads: Sequence[Read], start: int) -> Iterator[Read]:
-    """The reads up to one for a key that came already: of a name twice in one call Mooncake fills one buffer, and says both."""
+    """The reads up to the first repeated key: if a name is twice in one call, Mooncake fills one buffer and reports both."""
     seen = set()
     for index in range(start, len(reads)):
         if reads[index].key in seen:
@@ -280,5 +278,5 @@ def _until_repeated(reads: Sequence[Read], start: int) -> Iterator[Read]:
 
 
 def _again(outcome: WriteOutcome, *, first: bool) -> WriteOutcome:
-    """What a second write of the same key in one batch comes to."""
+    """The outcome of a second write of the same key in one batch."""
     return WriteOutcome.EXISTS if not first and outcome in _KEPT else outcome

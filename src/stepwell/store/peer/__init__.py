@@ -1,1 +1,1 @@
-"""Pages of another server's host memory as a store to read from: how a decode server gets what a prefill server computed."""
+"""The host memory of other servers as a store to read from: a decode server uses it to get the pages of a prefill server."""

@@ -1,12 +1,12 @@
-"""One of Mooncake's transfer engines, in a process of its own, over host memory that it inherits. The one file that imports it.
+"""One of Mooncake's transfer engines, in its own process, over inherited host memory. The one file that imports it.
 
-    serve   shows the memory to engines of other machines, which read from it. It is mapped for reading alone, so whoever
-            tries to write to it is refused and changes nothing
-    pull    reads from the memory of another machine into this one, a batch for each message, until its parent hangs up
+    serve   shows the memory to engines of other machines, which read from it. The memory is mapped read-only, so
+            attempts to write to it fail and change nothing
+    pull    reads from the memory of another machine into this one, one batch for each message, until its parent hangs up
 
-A process, because killing it is the only end of a transfer that failed: the engine goes on writing after it has said so. And
-because one engine that waits for a machine that does not answer makes everybody wait who uses the same engine.
-Speaks packets with its parent (`lane.py`) over a socket that it inherits, and ends with it.
+This is a process because killing it is the only way to end a failed transfer: the engine goes on writing after it reported the
+failure. Also, an engine that waits for an unresponsive machine blocks all users of the same engine.
+Exchanges packets with its parent (`lane.py`) over an inherited socket, and ends with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 ENTRY = struct.Struct("<QQQ")  # offset in this memory, address in the other one, bytes
-MAX_ENTRIES = 1024  # of a batch: 2,048 were seen to work, and 4,096 to fail in part
+MAX_ENTRIES = 1024  # of a batch: 2,048 worked in a test, and 4,096 failed in part
 PACKET_BYTES = MAX_ENTRIES * ENTRY.size + 1024
 READ, FAILED = b"r", b"f"
 _NAME_BYTES = struct.Struct("<H")
@@ -43,8 +43,8 @@ def main(argv: list[str]) -> int:
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
         parent.send(b"the engine does not start")
         return 1
-    # Only the side that is read from has to be known to its engine. The other must not be: whoever reaches an engine's port may
-    # read and write what it knows. RDMA would need both, and Mooncake takes any name of a protocol for TCP: so TCP it is.
+    # Only the side that is read from registers its memory with its engine. The other side must not: any client that reaches an
+    # engine's port may read and write registered memory. RDMA would need both, and Mooncake takes any unknown protocol for TCP.
     if mode == "serve" and engine.register_memory(address, int(size_bytes)) != 0:
         parent.send(b"the engine does not take the memory")
         return 1
@@ -72,4 +72,4 @@ def _address(memory: mmap.mmap) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    os._exit(status)  # engines are not always able to end in order, and there is nothing to keep
+    os._exit(status)  # engines cannot always shut down cleanly, and there is nothing to keep

@@ -1,10 +1,10 @@
-"""Host memory that processes of ours inherit, and the two kinds of them that let machines read from one another.
+"""Host memory that child processes inherit, and the two kinds of children through which machines read from each other.
 
     Shown    our memory, for others to read from
-    Lane     from one other machine into our memory. Nothing else goes through it, so a machine that stops holds up no other
+    Lane     from one other machine into our memory. It serves that machine alone, so a stalled machine delays no other
 
-When a lane is lost, its process has been killed and is gone: whatever a failed transfer had still to write will not be written,
-and its pages may be used again at once. Only where a process does not go even then is it said so (`Unfenced`).
+When a lane is lost, its process has been killed and is gone: a failed transfer writes nothing more, and its pages may be
+reused at once. `Unfenced` reports the exception: a process that could not be ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stepwell.base.errors import StoreError
 from stepwell.base.inherited_block import InheritedBlock
 from stepwell.store.peer.engine_process import MAX_ENTRIES, PACKET_BYTES, READ, pack_batch
 
-START_S = 60.0  # for a process to come up: it loads the wheel, on a machine that may be busy
-GONE_S = 10.0  # for a process that was killed to be gone
-BATCH_BYTES = 32 * 2**20  # between two signs of life
+START_S = 60.0  # for a process to start: it loads the wheel, on a machine that may be busy
+GONE_S = 10.0  # for a killed process to end
+BATCH_BYTES = 32 * 2**20  # between two progress messages
 Entry = tuple[int, int, int]  # offset in our memory, address in theirs, bytes
 
 
@@ -36,20 +36,20 @@ class Unfenced(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wire:
-    """How engines reach each other: the host that others know this one by."""
+    """How engines reach each other: the host name under which others know this machine."""
 
     host: str
 
 
 class SharedHost:
-    """The host tier's memory, which processes of ours inherit. Made once its size is known."""
+    """The host tier's memory, which child processes inherit. Allocated once its size is known."""
 
     def __init__(self) -> None:
         self._block: InheritedBlock | None = None
 
     def make(self, size_bytes: int) -> InheritedBlock:
-        """Raises ConfigError where it cannot be had."""
-        assert self._block is None, "the memory is made once"
+        """Raises ConfigError if the memory cannot be allocated."""
+        assert self._block is None, "the memory is allocated once"
         self._block = InheritedBlock(size_bytes)
         return self._block
 
@@ -63,7 +63,7 @@ class SharedHost:
 
 
 class _EngineProcess:
-    """A child that runs `engine_process.py`. One thread at a time."""
+    """A child that runs `engine_process.py`. Used by one thread at a time."""
 
     def __init__(self, mode: str, memory: SharedHost, wire: Wire) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -76,11 +76,11 @@ class _EngineProcess:
             with theirs:
                 self._process = subprocess.Popen(
                     command, pass_fds=(memory.fd, theirs.fileno()), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                    env=environment, start_new_session=True,  # Ctrl-C is for the server, which ends it when it has drained
+                    env=environment, start_new_session=True,  # Ctrl-C is for the server, which ends the child when it has drained
                 )  # fmt: skip
         except OSError as error:
             ours.close()
-            raise StoreError(f"a process for Mooncake's transfer engine cannot be had: {error}") from error
+            raise StoreError(f"a process for Mooncake's transfer engine cannot be started: {error}") from error
         self._socket = ours
         self.pid = self._process.pid
         said = self.hear(START_S).decode(errors="replace").split()
@@ -97,15 +97,15 @@ class _EngineProcess:
         self._socket.send(packet)
 
     def hear(self, limit_s: float) -> bytes:
-        """The next packet; nothing when the process has ended, or says nothing for so long."""
+        """The next packet; empty when the process has ended, or sends nothing within the limit."""
         self._socket.settimeout(limit_s)
         try:
             return self._socket.recv(PACKET_BYTES)
-        except OSError:  # too late, too
+        except OSError:  # also too late
             return b""
 
     def kill(self) -> bool:
-        """Ends it for good; whether it is gone."""
+        """Kills the process; returns whether it is gone."""
         self._process.kill()
         try:
             self._process.wait(GONE_S)
@@ -117,20 +117,20 @@ class _EngineProcess:
 
 
 class Shown:
-    """Our memory, which engines of other machines may read from until `close`."""
+    """Our memory, from which engines of other machines may read until `close`."""
 
     def __init__(self, memory: SharedHost, wire: Wire) -> None:
-        """Raises StoreError where no engine can be had."""
+        """Raises StoreError if no engine can be started."""
         self._process = _EngineProcess("serve", memory, wire)
 
     @property
     def session(self) -> str:
-        """The name by which other engines reach it."""
+        """The name under which other engines reach it."""
         return self._process.session
 
     @property
     def address(self) -> int:
-        """Where the memory begins, for them."""
+        """The address at which the memory begins, for other engines."""
         return self._process.address
 
     @property
@@ -146,10 +146,10 @@ class Shown:
 
 
 class Lane:
-    """The way from one other machine into our memory. One thread at a time."""
+    """The path from one other machine into our memory. Used by one thread at a time."""
 
     def __init__(self, memory: SharedHost, wire: Wire) -> None:
-        """Raises StoreError where no engine can be had."""
+        """Raises StoreError if no engine can be started."""
         self._process = _EngineProcess("pull", memory, wire)
 
     @property
@@ -157,7 +157,7 @@ class Lane:
         return self._process.pid
 
     def read(self, session: str, entries: Sequence[Entry], *, stall_s: float) -> None:
-        """Fills our memory, or raises LaneLost or Unfenced: the lane has ended then. A batch may take `stall_s` at most."""
+        """Fills our memory, or raises LaneLost or Unfenced; the lane has ended then. A batch may take at most `stall_s`."""
         for batch in _batches(entries):
             try:
                 self._process.say(pack_batch(session, batch))
@@ -166,7 +166,7 @@ class Lane:
             heard = self._process.hear(stall_s)
             if heard != READ:
                 self._lose(
-                    "the engine could not read it" if heard else f"nothing came for {stall_s:g} s, or its process has ended"
+                    "the engine could not read it" if heard else f"it sent nothing for {stall_s:g} s, or its process has ended"
                 )
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""What one server offers another of a prompt: which values, where each of them lies in its host memory, and their stamps. Pure.
+"""What one server offers another for a prompt: its values, where they lie in the server's host memory, and their stamps. Pure.
 
 | magic 4 | version 2 | session 2 | values 4 | small 4 | space 32 | session ... |
-| key 32, stamp 64, address 8, length 8 | ...        values that are read from the other's memory
-| key 32, stamp 64, length 4, bytes ... | ...        small ones, which come with the listing          little-endian
+| key 32, stamp 64, address 8, length 8 | ...        values that are read from the other server's memory
+| key 32, stamp 64, length 4, bytes ... | ...        small ones, sent with the listing          little-endian
 
-It comes from another machine, and is parsed as what anybody could have sent. Stamps are judged by whoever reads the values.
+A listing comes from another machine, so it is parsed as untrusted input. The reader of the values verifies their stamps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Listing:
 
 
 def parse(raw: bytes) -> Listing:
-    """Raises StoreError for anything that `Listing.pack` does not make."""
+    """Raises StoreError for bytes that `Listing.pack` does not produce."""
     try:
         magic, version, named, values, small, space = _HEAD.unpack_from(raw)
         if magic != _MAGIC or version != _VERSION or not 0 < named <= MAX_SESSION or values > MAX_VALUES or small > MAX_SMALL:
@@ -75,7 +75,7 @@ def parse(raw: bytes) -> Listing:
             raise ValueError("it is cut short, or names no session")
         found = [Value(*each) for each in _VALUE.iter_unpack(raw[at:end])]
         if any(each.length > 2**48 or each.address >= 2**63 for each in found):
-            raise ValueError("a value has no place")
+            raise ValueError("a value has no address")
         return Listing(space=space, session=session, values=found, small=_small(raw, end, small))
     except (struct.error, ValueError) as error:
         raise StoreError(f"another server's listing cannot be read: {error}") from None
@@ -91,5 +91,5 @@ def _small(raw: bytes, at: int, count: int) -> list[SmallValue]:
         found.append(SmallValue(key, stamp, raw[at : at + length]))
         at += length
     if at != len(raw):
-        raise ValueError("something stands behind its end")
+        raise ValueError("there are bytes after its end")
     return found

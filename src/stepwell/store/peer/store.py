@@ -1,9 +1,9 @@
-"""What other servers offer, as a store: values are read out of their host memory straight into ours. Writes nothing.
+"""The offers of other servers as a store: values are read from their host memory directly into ours. Writes nothing.
 
-An offer is a listing (`listing.py`) that a server sent, for one request. While it stands, `contains` knows its keys, and asks
-nobody. `read_into` goes through the lane of the server whose offer it is (`lane.py`): each server has one of its own. A server
-whose lane was lost is left alone for a while, and what it offers is CANCELLED meanwhile: other servers are as well as before,
-so it counts for nothing against this store. Whoever reads verifies stamps, as of any store.
+An offer is a listing (`listing.py`) that a server sent for one request. While it is open, `contains` knows its keys without
+asking the server. `read_into` uses the lane of the server that made the offer (`lane.py`); each server has its own. A server
+whose lane was lost is not used for a while, and reads of its offers are CANCELLED meanwhile. Other servers still work, so this
+does not count as a failure of the store. The reader verifies stamps, as with any store.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stepwell.store.peer.listing import Listing, SmallValue, Value
 
 log = logging.getLogger(__name__)
 
-STALL_S = 5.0  # without a batch for so long, a server has stopped: it takes a tenth of that on a slow network
-COOL_OFF_S = 10.0  # that a server whose lane was lost is left alone
+STALL_S = 5.0  # a server that completes no batch for this long has stopped: a batch takes a tenth of it on a slow network
+COOL_OFF_S = 10.0  # how long a server is not used after its lane was lost
 LATE_WRITE_S = 120.0  # for pages of a process that could not be ended: the engine's own limits are 30 and 60 s
 TURN_BYTES = 64 * 2**20
 MOST_OFFERS = 4096
@@ -34,7 +34,7 @@ _Name = tuple[bytes, bytes]  # digest of the space, key
 
 @dataclass(eq=False)
 class _Server:
-    """One server that offers things."""
+    """One server that has made offers."""
 
     lock: Lock = field(default_factory=Lock)  # around its lane
     lane: Lane | None = None
@@ -48,22 +48,22 @@ class _Offer:
 
 
 class PeerStore:
-    """Reads what other servers offer. Reads into memory that is not `memory` are copied by nobody, and FAIL."""
+    """Reads what other servers offer. Reads into memory outside `memory` FAIL: nothing would copy the bytes there."""
 
     def __init__(
         self, memory: SharedHost, open_lane: Callable[[], Lane], *, clock: Clock | None = None, stall_s: float = STALL_S
     ) -> None:
-        """`memory` is that of the host tier; `open_lane` makes the way for one more server, and may raise StoreError."""
+        """`memory` is that of the host tier; `open_lane` opens the lane of one more server, and may raise StoreError."""
         self.counters = Counters()
         self._memory = memory
-        self._start = 0  # of the memory, once it was shown
+        self._start = 0  # of the memory, once registered
         self._open_lane = open_lane
         self._clock = clock or SystemClock()
         self._stall_s = stall_s
         self._lock = Lock()  # around everything below
         self._servers: dict[str, _Server] = {}
         self._offers: dict[str, _Offer] = {}
-        self._values: dict[_Name, list[tuple[_Offer, Value | SmallValue]]] = {}  # several requests may be offered the same
+        self._values: dict[_Name, list[tuple[_Offer, Value | SmallValue]]] = {}  # several offers may have one
         self._closed = False
 
     @property
@@ -76,17 +76,17 @@ class PeerStore:
     # ---- offers -----------------------------------------------------------------------------------
 
     def add(self, number: str, server: str, listing: Listing) -> None:
-        """Takes an offer of a server under a number. Raises StoreError when there are too many, or one has that number."""
+        """Adds a server's offer under a number. Raises StoreError if there are too many, or if the number is in use."""
         with self._lock:
             self._must_be_open()
             if number in self._offers or len(self._offers) >= MOST_OFFERS:
-                raise StoreError("this offer is known already, or too many are open")
+                raise StoreError("an offer has this number already, or too many are open")
             offer = self._offers[number] = _Offer(self._servers.setdefault(server, _Server()), listing)
             for value in listing:
                 self._values.setdefault((listing.space, value.key), []).append((offer, value))
 
     def withdraw(self, number: str) -> None:
-        """Forgets an offer; unknown ones are ignored."""
+        """Removes an offer; unknown numbers are ignored."""
         with self._lock:
             offer = self._offers.pop(number, None)
             if offer is None:
@@ -104,7 +104,7 @@ class PeerStore:
         return len(self._offers)
 
     def lane_pid(self, server: str) -> int | None:
-        """The process of a server's lane, for tests and people."""
+        """The process of a server's lane, for tests and diagnosis."""
         lane = self._servers[server].lane if server in self._servers else None
         return None if lane is None else lane.pid
 
@@ -116,7 +116,7 @@ class PeerStore:
             return [(space.digest, key) in self._values for key in keys]
 
     def read_into(self, space: Space, reads: Sequence[Read], *, cancelled: Callable[[], bool] = never) -> list[ReadResult]:
-        """Fills the buffers, server by server. `cancelled` is asked between servers."""
+        """Fills the buffers, server by server. `cancelled` is called between servers."""
         with self._lock:
             self._must_be_open()
             found = [self._newest((space.digest, read.key)) for read in reads]
@@ -128,7 +128,7 @@ class PeerStore:
             offer, value = each
             length = len(value.data) if isinstance(value, SmallValue) else value.length
             if length != len(read.into):
-                continue  # nothing of ours, and nothing was written
+                continue  # no offer has this key, and nothing was written
             elif isinstance(value, SmallValue):
                 read.into[:] = value.data
                 results[at] = ReadResult(outcome=ReadOutcome.FOUND, stamp=value.stamp)
@@ -146,7 +146,7 @@ class PeerStore:
         return [WriteOutcome.NO_ROOM] * len(writes)
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Forgets that they were offered: what was damaged on the way is not read again."""
+        """Removes the keys from all offers: a value that was damaged in transfer is not read again."""
         with self._lock:
             self._must_be_open()
             return sum(self._values.pop((space.digest, key), None) is not None for key in keys)
@@ -168,10 +168,10 @@ class PeerStore:
                     server.lane = None
 
     def register(self, memory: Sequence[memoryview]) -> None:
-        """Notes where the host tier lies. Raises StoreError for any other memory than the one that lanes have mapped."""
+        """Notes where the host tier lies. Raises StoreError for memory that is not mapped by the lanes."""
         (block,) = memory
         if block.nbytes != self._memory.size_bytes:
-            raise StoreError("the host tier is not in the memory that lanes read into")
+            raise StoreError("the host tier is not in the memory that the lanes have mapped")
         self._start = _address(block)
 
     def unregister(self, memory: Sequence[memoryview]) -> None:
@@ -212,7 +212,7 @@ class PeerStore:
 
     def _must_be_open(self) -> None:
         if self._closed:
-            raise StoreError("this peer store was closed")
+            raise StoreError("this peer store is closed")
 
 
 def _address(memory: memoryview) -> int:

@@ -1,7 +1,7 @@
-"""The others' side: asks the process that owns the log. Values go through memory that both have mapped or open.
+"""The client's side: calls the process that owns the log. Values go through memory that both processes have mapped or open.
 
-A connection serves one call at a time, and has memory of its own; there are as many as threads that call at once. A call that
-was not answered in time gives its connection up, memory and all: whatever the owner still does with it touches nobody's pages.
+A connection serves one call at a time and has memory of its own; there is one for each thread that calls at the same time. A
+call without an answer in time closes its connection and drops its memory: the owner can no longer touch memory that is in use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepwell.store.shared.settings import Settings, parse_settings
 from stepwell.store.shared.wire import MAX_VALUES, Keys, Kind, Malformed, Reading, Relevelling, Writing
 
 MAX_LANES = 16
-READ_BYTES = 8 << 20  # asked for at once: so long may a cancellation go unheard
+READ_BYTES = 8 << 20  # requested at once: a cancellation may take effect only after this much
 _CANCELLED = ReadResult(ReadOutcome.CANCELLED)
 
 
@@ -33,7 +33,7 @@ class Lane:
     """One connection and its memory. One thread uses it at a time."""
 
     def __init__(self, directory: Path, deadline: Deadline) -> None:
-        """Raises Gone (Recovering among it), Late, Malformed, Stranger or StoreError."""
+        """Raises Gone (or its subclass Recovering), Late, Malformed, Stranger or StoreError."""
         self.connection = connect(directory, deadline)
         self.memory_fd, self.memory_bytes = -1, 0
         try:
@@ -43,18 +43,18 @@ class Lane:
             raise
 
     def ask(self, kind: Kind, body: bytes, deadline: Deadline, *, answer: Kind = Kind.DONE, fd: int | None = None) -> bytes:
-        """What is answered. Raises StoreError for what the owner refuses; Gone, Late or Malformed are the lane's end."""
+        """The answer to a request. Raises StoreError for what the owner refuses; Gone, Late or Malformed end the lane."""
         frame = self.connection.ask(kind, body, deadline, fd=fd)
         if frame.kind is Kind.ERROR:
             raise StoreError(wire.parse_text(frame.body))
         if frame.kind is Kind.RECOVERING:
             raise Recovering(f"process {self.connection.process} is recovering the log")
         if frame.kind is not answer:
-            raise Malformed(f"{frame.kind.name} for an answer")
+            raise Malformed(f"{frame.kind.name} is not an answer")
         return frame.body
 
     def need(self, size: int, deadline: Deadline) -> None:
-        """Has memory for a value of this size. Raises like `ask`, and OSError."""
+        """Provides memory for a value of this size. Raises like `ask`, and OSError."""
         wanted = memory_for(size, MEMORY_BYTES)
         if wanted <= self.memory_bytes:
             return
@@ -80,8 +80,8 @@ class Lane:
 class Client:
     """The verbs of a store, carried out by the owner of a log. Any thread.
 
-    They raise Gone when the owner is no more: then nothing else is to be had from this client. Every verb may be tried again
-    then at another owner: what was done already is there, or gone, already.
+    They raise Gone when the owner has ended: this client is of no further use then. Every verb may be repeated with the next
+    owner: whatever the first call stored or deleted stays stored or deleted.
     """
 
     def __init__(self, directory: Path, timeout_s: float, deadline: Deadline) -> None:
@@ -128,7 +128,7 @@ class Client:
         return outcomes
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Fewer than there were, when an owner ended after it had deleted some, and before it had said so."""
+        """Returns too few if an owner ended after it had deleted some values and before it had reported them."""
         _check_keys(keys)
         deleted = 0
         with self._lane() as lane:
@@ -146,7 +146,7 @@ class Client:
         return found
 
     def clear(self, digest: bytes) -> int:
-        """Fewer than there were, like `delete`."""
+        """Returns too few in the same case as `delete`."""
         _check_keys([digest])
         with self._lane() as lane:
             return wire.parse_number(lane.ask(Kind.CLEAR, digest, self._deadline()))
@@ -163,14 +163,14 @@ class Client:
             lane.close()
 
     def leave_in_child(self) -> None:
-        """In a fork: these are its parent's. Takes no lock."""
+        """For a fork, where the connections belong to the parent. Takes no lock."""
         for lane in list(self._lanes):
             lane.close()
 
     # ---- inside -----------------------------------------------------------------------------------
 
     def _read_some(self, lane: Lane, space: Space, reads: Sequence[Read]) -> list[ReadResult]:
-        """The first reads, as many as go together; at least one."""
+        """Reads the first values, as far as they fit together; at least one."""
         size = len(reads[0].into)
         if size > self.settings.max_value_bytes:
             return [ReadResult(self._of_another_length(lane, space, reads[0].key))]
@@ -184,12 +184,12 @@ class Client:
         return results
 
     def _of_another_length(self, lane: Lane, space: Space, key: bytes) -> ReadOutcome:
-        """What a read comes to that asks for more than any value has."""
+        """The outcome of a read that asks for more bytes than any value has."""
         (there,) = wire.parse_found(lane.ask(Kind.CONTAINS, wire.pack_keys(Keys(space, [key])), self._deadline()), 1)
         return ReadOutcome.LENGTH if there else ReadOutcome.MISSING
 
     def _write_some(self, lane: Lane, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        """The first writes, as many as go together; at least one."""
+        """Writes the first values, as far as they fit together; at least one."""
         size, largest = len(writes[0].data), self.settings.max_value_bytes
         if size > largest:
             return [WriteOutcome.TOO_LARGE]
@@ -206,13 +206,13 @@ class Client:
 
     @contextmanager
     def _lane(self) -> Iterator[Lane]:
-        """A lane for one call; one that broke is not used again."""
+        """A lane for one call; a broken lane is not used again."""
         lane, sound = None, False
         try:
             lane = self._take()
             yield lane
             sound = True
-        except StoreError:  # the owner's word: the lane is as good as before
+        except StoreError:  # an answer of the owner: the lane still works
             sound = True
             raise
         except BaseException as error:
@@ -220,24 +220,24 @@ class Client:
         finally:
             if lane is not None:
                 try:
-                    (self._give_back if sound else self._drop)(lane)
+                    (self._return if sound else self._drop)(lane)
                 except BaseException:
                     self._drop(lane)
                     raise
 
     def _explained(self, error: BaseException) -> BaseException:
-        """What a call that failed raises."""
+        """The exception that the caller of a failed call gets."""
         who = f"process {self.process}, which has {self._directory} open,"
         if isinstance(error, Gone):
             self.close()  # the other lanes lead to the same process
         elif isinstance(error, Late):
             return StoreError(f"{who} did not answer within {self._timeout_s:g} s: see whether it is stopped, or its disk hangs")
         elif isinstance(error, Malformed):
-            return StoreError(f"{who} answered nonsense: {error}")
+            return StoreError(f"{who} sent an invalid answer: {error}")
         elif isinstance(error, Stranger):
             return StoreError(f"{self._directory} cannot be shared: {error}")
         elif isinstance(error, OSError):
-            return StoreError(f"there is no memory for values to and from {self._directory}: {error}")
+            return StoreError(f"there is no memory for transferring values to and from {self._directory}: {error}")
         return error
 
     def _take(self) -> Lane:
@@ -265,7 +265,7 @@ class Client:
             raise Gone("the owner of the log changed")
         return lane
 
-    def _give_back(self, lane: Lane) -> None:
+    def _return(self, lane: Lane) -> None:
         with self._changed:
             if not self._gone:
                 self._idle.append(lane)

@@ -1,7 +1,7 @@
-"""Frames over a Unix socket in the log's directory, between processes of one user, with deadlines. Knows no values.
+"""Frames over a Unix socket in the log's directory, between processes of one user, with deadlines. Does not know values.
 
-The socket is reached through the directory's descriptor, so that its path is never too long. Only this user may connect: the
-file says so (0600), and both sides ask the kernel who is there.
+The socket is reached through the directory's descriptor, so its path is never too long. Only this user may connect: the file's
+mode is 0600, and both sides check the other's user with the kernel.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ SOCKET_NAME = "socket"
 _MODE = 0o600
 _BACKLOG = 128
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-_PAUSE_S = 0.01  # while too many others connect
+_PAUSE_S = 0.01  # while too many others are connecting
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array("i").itemsize)
 
 
 class Gone(Exception):
-    """The other side closed the connection, or was never there."""
+    """The other side closed the connection, or never existed."""
 
 
 class Recovering(Gone):
@@ -44,7 +44,7 @@ class Stranger(Exception):
 
 
 class Deadline:
-    """A moment after which nobody waits any more."""
+    """The moment at which waiting ends."""
 
     def __init__(self, seconds: float) -> None:
         self._at_s = time.monotonic() + seconds
@@ -58,17 +58,17 @@ class Deadline:
 class Frame:
     kind: Kind
     body: bytes
-    fd: int | None = None  # that came with it: whoever has the frame closes it
+    fd: int | None = None  # sent with it: the receiver of the frame closes it
 
 
 class Connection:
-    """One side of a connection. One thread uses it at a time; `stop_hearing` and `close` are for any."""
+    """One side of a connection. One thread uses it at a time; any thread may call `stop_hearing` and `close`."""
 
     def __init__(self, connected: socket.socket) -> None:
-        """Raises Stranger, and closes the socket, when the other side is another user's."""
+        """Raises Stranger, and closes the socket, if the other side belongs to another user."""
         self._socket = connected
         self._poll = select.poll()
-        self._poll.register(connected, 0)  # only the end, which is always told
+        self._poll.register(connected, 0)  # only hang-ups, which are always reported
         self.process, user, _ = _CREDENTIALS.unpack(
             connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         )
@@ -77,7 +77,7 @@ class Connection:
             raise Stranger(f"process {self.process} belongs to user {user}, and this one to {os.geteuid()}")
 
     def send(self, kind: Kind, body: bytes = b"", *, fd: int | None = None, deadline: Deadline | None = None) -> None:
-        """Raises Gone or Late: the connection is no use then."""
+        """Raises Gone or Late; the connection is unusable then."""
         frame = memoryview(pack_frame(kind, body))
         with self._limited(deadline):
             if fd is not None:
@@ -85,7 +85,7 @@ class Connection:
             self._socket.sendall(frame)
 
     def receive(self, *, deadline: Deadline | None = None) -> Frame:
-        """Raises Gone, Late or Malformed: the connection is no use then."""
+        """Raises Gone, Late or Malformed; the connection is unusable then."""
         fds: list[int] = []
         try:
             header = parse_header(self._exactly(HEADER.size, fds, deadline))
@@ -102,25 +102,25 @@ class Connection:
         return self.receive(deadline=deadline)
 
     def is_gone(self) -> bool:
-        """Whether the other side has closed it. Waits for nothing."""
+        """Whether the other side has closed the connection. Does not wait."""
         return bool(self._poll.poll(0))
 
     def stop_hearing(self) -> None:
-        """What comes next is the end; what was asked can still be answered."""
+        """Stops receiving: the next read sees the end of the stream; requests received before can still be answered."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def hang_up(self) -> None:
-        """Ends it for both sides, also for a thread that waits in it."""
+        """Ends the connection for both sides, and wakes a thread that waits in it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Only this process's end: a fork's does nothing to the other's."""
+        """Closes only this process's end: a fork does not affect the other side."""
         self._socket.close()
 
     def _exactly(self, size: int, fds: list[int], deadline: Deadline | None) -> bytes:
-        """So many bytes, and the one descriptor that may come with a frame. Raises like `receive`."""
+        """Exactly this many bytes, and the one descriptor that may come with a frame. Raises like `receive`."""
         parts: list[bytes] = []
         while size:
             with self._limited(deadline):
@@ -128,7 +128,7 @@ class Connection:
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds += array("i", data[: len(data) // array("i").itemsize * array("i").itemsize])
-            if len(fds) > 1:  # whoever sends slowly must not have many kept
+            if len(fds) > 1:  # a slow sender must not keep many open
                 raise Malformed("more than one descriptor")
             if not part:
                 raise Gone("the connection was closed")
@@ -138,7 +138,7 @@ class Connection:
 
     @contextmanager
     def _limited(self, deadline: Deadline | None) -> Iterator[None]:
-        """The system's errors as ours."""
+        """Maps errors of the system to ours."""
         try:
             if deadline is not None:
                 self._socket.settimeout(max(deadline.left_s, 1e-3))
@@ -151,17 +151,17 @@ class Connection:
 
 def _must_belong(fds: Sequence[int], kind: Kind) -> None:
     if fds and kind is not Kind.MEMORY:
-        raise Malformed("a descriptor where none belongs")
+        raise Malformed("a descriptor with a frame that has none")
 
 
 # ---- where it is ----------------------------------------------------------------------------------
 
 
 def listen(directory: Path) -> socket.socket:
-    """A listening socket in the directory, in place of one that was left there: only for whoever has the lock. Raises OSError."""
+    """A listening socket in the directory, in place of a stale one: only for the holder of the lock. Raises OSError."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(listening.fileno(), _MODE)  # before there is a file: nobody else ever sees it open
+        os.fchmod(listening.fileno(), _MODE)  # set before the file exists: other users never see it open
         with _address(directory) as address:
             remove(directory)
             listening.bind(address)
@@ -173,7 +173,7 @@ def listen(directory: Path) -> socket.socket:
 
 
 def identity(directory: Path) -> tuple[int, int] | None:
-    """Which file the socket in the directory is; None when there is none."""
+    """Which file the socket in the directory is; None if there is none."""
     try:
         found = (directory / SOCKET_NAME).lstat()
     except OSError:
@@ -187,7 +187,7 @@ def remove(directory: Path) -> None:
 
 
 def connect(directory: Path, deadline: Deadline) -> Connection:
-    """Raises Gone when nobody listens there, Late when whoever does takes no calls, Stranger when it is another user's."""
+    """Raises Gone if no process listens there, Late if it does not accept in time, Stranger if it is another user's."""
     connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(directory) as address:
@@ -198,7 +198,7 @@ def connect(directory: Path, deadline: Deadline) -> Connection:
         raise Late("no answer in time") from None
     except OSError as error:
         connecting.close()
-        raise Gone(f"nobody listens in {directory}: {error}") from None
+        raise Gone(f"no process listens in {directory}: {error}") from None
     except BaseException:
         connecting.close()
         raise

@@ -1,7 +1,7 @@
-"""Memory that values travel in between two processes. Whoever asks makes it and hands its descriptor over, once.
+"""Memory in which values travel between two processes. The client allocates it and passes its descriptor to the owner, once.
 
-The owner of the log maps memory of others, so it is picky: a file in memory that can never shrink, in ordinary pages. With any
-other the other side could have it killed (SIGBUS), by cutting the file short. Knows no values.
+The owner of the log maps memory of other processes, so it accepts only files in memory that can never shrink, in ordinary pages.
+With any other memory the client could kill the owner (SIGBUS) by truncating the file. Does not know values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DISK = Disk()  # a file in memory is read and written like any other
 
 
 def make_memory(size: int) -> int:
-    """A descriptor of memory of this size, for good. Raises OSError."""
+    """A descriptor of memory whose size never changes. Raises OSError."""
     fd = os.memfd_create("stepwell-values", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -37,15 +37,15 @@ def make_memory(size: int) -> int:
 
 
 def map_memory(fd: int, size: int, most_bytes: int) -> memoryview:
-    """Memory that another process made, for as long as somebody has it. Raises Malformed for any that could do harm."""
+    """Maps memory that another process allocated, for as long as the view is referenced. Raises Malformed if it could do harm."""
     if not 1 <= size <= most_bytes:
-        raise Malformed(f"memory of {size} bytes; at most {most_bytes} are taken")
+        raise Malformed(f"memory of {size} bytes; at most {most_bytes} are accepted")
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        raise Malformed("a descriptor that is not of memory") from None
+        raise Malformed("a descriptor that is not one of memory") from None
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise Malformed("memory that could be cut short")
+        raise Malformed("memory that could be truncated")
     if os.fstat(fd).st_size < size:
         raise Malformed(f"memory of {os.fstat(fd).st_size} bytes, and not of {size}")
     if os.fstatvfs(fd).f_bsize != mmap.PAGESIZE:
@@ -57,7 +57,7 @@ def map_memory(fd: int, size: int, most_bytes: int) -> memoryview:
 
 
 class Scratch:
-    """Memory of this process alone, to copy into what nobody else is to change. Any thread.
+    """Private memory for copies that other processes cannot change. Any thread.
 
     A little of it is kept: the first use of a page costs more than all later ones.
     """
@@ -68,7 +68,7 @@ class Scratch:
 
     @contextmanager
     def copy(self, memory: memoryview, places: Places) -> Iterator[list[memoryview]]:
-        """Copies of the values at these places, aligned as they are there; no longer used by anybody when this ends."""
+        """Copies of the values at these places, with the same alignment; they must not be used after the context ends."""
         with self._lock:
             scratch = self._spare.pop() if self._spare else memoryview(b"")
         if len(scratch) < len(memory):
@@ -76,7 +76,7 @@ class Scratch:
         source, target = np.frombuffer(memory, np.uint8), np.frombuffer(scratch, np.uint8)
         ranges = [slice(offset, offset + size) for offset, size in zip(places.offsets, places.sizes, strict=True)]
         for each in ranges:
-            np.copyto(target[each], source[each])  # lets other threads run, which memoryviews do not
+            np.copyto(target[each], source[each])  # releases the GIL, which memoryviews do not
         yield [scratch[each] for each in ranges]
         with self._lock:
             if len(self._spare) < _SPARE:
@@ -87,7 +87,7 @@ class Scratch:
 
 
 def place(sizes: Iterable[int], memory_bytes: int) -> Places:
-    """Where the first values go, as many as fit, at least one; large ones at multiples of a block, as direct transfers need."""
+    """Places for the first values, as far as they fit, at least one; large ones at multiples of a block, for direct I/O."""
     offsets: list[int] = []
     taken: list[int] = []
     end = 0
@@ -119,7 +119,7 @@ def copy_out(fd: int, offsets: Sequence[int], values: Sequence[memoryview]) -> N
 
 
 def _runs(offsets: Sequence[int], values: Sequence[memoryview]) -> Iterator[_Run]:
-    """Values that lie one behind the other, in one call."""
+    """Groups adjacent values into one call."""
     run, end = _Run(0, []), 0
     for offset, value in zip(offsets, values, strict=True):
         if offset != end and run.buffers:
@@ -134,5 +134,5 @@ def _runs(offsets: Sequence[int], values: Sequence[memoryview]) -> Iterator[_Run
 
 
 def memory_for(size: int, usual_bytes: int) -> int:
-    """How much memory a value of this size needs, and more for others beside it."""
+    """How much memory to allocate for a value of this size, with space for others."""
     return max(usual_bytes, up_to_block(size))

@@ -1,8 +1,8 @@
 """`shared-log:DIR`: from options to an open store, in every process that shares the log. Reads no environment.
 
-Options of `log:DIR`, which count for whoever opens the log first, and
+It takes the options of `log:DIR`, which the process that opens the log first determines, and
 
-timeout=10    seconds that a call waits for another process, before it fails
+timeout=10    seconds that a call waits for another process before it fails
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The owner's side: answers other processes out of the log that this one has open. Decides nothing about values.
+"""The owner's side: serves other processes from the log that this process has open. Decides nothing about values.
 
-A thread for each connection, one request at a time. What comes in may be wrong in any way, and whoever sends it may stop or die
-at any moment: it costs that connection, and nothing else. Values are copied to where whoever sent them cannot change them, and
-verified there before they are written, since the log writes values of several callers together, and after a crash takes what does
-not verify for torn.
+One thread for each connection, one request at a time. Input may be wrong in any way, and a client may stop or die at any moment:
+this costs that connection, and nothing else. Values are copied to private memory, where their sender cannot change them, and
+verified there before they are written, because the log writes values of several callers together, and after a crash treats
+values that do not verify as torn.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from stepwell.store.shared.wire import Kind, Malformed, Writing
 
 log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
-MEMORY_BYTES = 32 << 20  # of one connection, if no value needs more
-CLOSE_S = 5.0  # for those who are being answered, when the owner closes
+MEMORY_BYTES = 32 << 20  # of one connection, unless a value needs more
+CLOSE_S = 5.0  # for requests being answered when the owner closes
 _ACCEPT_PAUSE_S = 0.1  # when there are no descriptors left
 
 
 class Served(NamedTuple):
-    """A log that is open, and what with."""
+    """An open log and its settings."""
 
     store: LogStore
     settings: Settings
 
 
 class Server:
-    """Answers from its making until `close`: that the log is being recovered, and once it is there, out of it.
+    """Answers from its construction until `close`: first that the log is being recovered, and afterwards from the log.
 
-    The log stays the caller's.
+    The log remains the caller's.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Only for whoever has the directory's lock. Raises OSError."""
+        """Only for the holder of the directory's lock. Raises OSError."""
         self._directory = directory
         self._served: Served | None = None
         self._scratch = Scratch()
@@ -70,17 +70,18 @@ class Server:
         return self._served.settings
 
     def serve(self, store: LogStore) -> None:
-        """From now on others are answered out of this log."""
+        """From now on, requests are answered from this log."""
         self._served = Served(store, _settings_of(store))
 
     def close(self) -> None:
-        """Takes no more calls, and returns when those that were taken are answered, or were given up after a while.
+        """Accepts no more requests, and returns when those accepted are answered or timed out.
 
-        Whoever gets no answer finds the connection closed, and asks the next owner. Before the log is closed: with the lock, and
-        in the directory that was listened in, the socket is removed; a directory that replaced it keeps its own.
+        A client without an answer finds the connection closed, and calls the next owner. Call this before the log is closed:
+        the caller holds the lock, so the socket is removed from the directory that was listened in; a directory that replaced
+        it keeps its own.
         """
         self._closed = True
-        if self._served is not None and identity(self._directory) == self._socket_file:  # else it may be another's
+        if self._served is not None and identity(self._directory) == self._socket_file:  # else it may belong to another process
             with suppress(OSError):
                 remove(self._directory)
         self._listening.shutdown(socket.SHUT_RDWR)
@@ -94,10 +95,10 @@ class Server:
         for peer, thread in peers.items():
             if thread.is_alive():
                 peer.connection.hang_up()
-        _join(peers.values())  # whoever is left waits for the disk: the log's own close says so
+        _join(peers.values())  # a thread still running waits for the disk: closing the log reports that
 
     def leave_in_child(self) -> None:
-        """In a fork: these are its parent's. Takes no lock."""
+        """For a fork, where these belong to the parent. Takes no lock."""
         self._listening.close()
         for peer in list(self._peers):
             peer.connection.close()
@@ -114,7 +115,7 @@ class Server:
                 continue
             try:
                 self._take(Connection(accepted))
-            except Exception as error:  # the edge of a thread: whoever calls must not end it
+            except Exception as error:  # thread boundary: a client must not end it
                 log.warning("%s: refused a connection: %s", self._directory, error)
                 accepted.close()
 
@@ -141,7 +142,7 @@ class Server:
         except Gone:
             pass
         except Malformed as error:
-            log.warning("%s: process %d was hung up on: %s", self._directory, peer.connection.process, error)
+            log.warning("%s: process %d was disconnected: %s", self._directory, peer.connection.process, error)
         finally:
             with self._lock:
                 self._peers.pop(peer, None)
@@ -162,7 +163,7 @@ def _join(threads: Iterable[Thread]) -> None:
 
 
 class Peer:
-    """Another process at the end of one connection, and the memory it handed over."""
+    """Another process at the end of one connection, and the memory that it passed."""
 
     def __init__(self, connection: Connection, served: Callable[[], Served | None], scratch: Scratch) -> None:
         self.connection = connection
@@ -183,11 +184,11 @@ class Peer:
         self.close()
 
     def close(self) -> None:
-        self._memory = memoryview(b"")  # unmapped here, whoever else refers to this
+        self._memory = memoryview(b"")  # unmapped here, even if other references remain
         self.connection.close()
 
     def answer_one(self) -> None:
-        """Raises Gone, or Malformed once the other side was told."""
+        """Raises Gone, or Malformed after the error was sent to the client."""
         try:
             kind, body = self._answer(self.connection.receive())
         except Gone:
@@ -197,7 +198,7 @@ class Peer:
             raise
         except StoreError as error:
             kind, body = Kind.ERROR, wire.pack_text(str(error))
-        except Exception as error:  # whatever it is, it comes home to whoever asked
+        except Exception as error:  # of any kind: the client receives it
             log.exception("a request of process %d failed", self.connection.process)
             kind, body = Kind.ERROR, wire.pack_text(f"{type(error).__name__}: {error}")
         self.connection.send(kind, body)
@@ -215,7 +216,7 @@ class Peer:
             return Kind.DONE, b""
         answer = self._answers.get(frame.kind)
         if answer is None:
-            raise Malformed(f"{frame.kind.name} is no request")
+            raise Malformed(f"{frame.kind.name} is not a request")
         return Kind.DONE, answer(served.store, frame.body)
 
     def _map(self, frame: Frame, most_bytes: int) -> None:
@@ -236,7 +237,7 @@ class Peer:
         reads = [Read(key, memory[offset : offset + size]) for key, offset, size in places]
         results = store.read_into(asked.space, reads, cancelled=self.connection.is_gone)
         if any(result.outcome is ReadOutcome.CANCELLED for result in results):
-            raise Gone("nobody waits for the answer, or this process closes the log")
+            raise Gone("the client no longer waits, or this process closes the log")
         return wire.pack_results(results)
 
     def _write(self, store: LogStore, body: bytes) -> bytes:
@@ -267,6 +268,6 @@ class Peer:
         return wire.pack_number(store.clear(digest))
 
     def _must_be_there(self) -> None:
-        """Whoever stopped waiting may have done something else since: what it asked for then is not done now."""
+        """A client that stopped waiting may have done other things since: its request must not be carried out now."""
         if self.connection.is_gone():
-            raise Gone("nobody waits for the answer")
+            raise Gone("the client no longer waits")

@@ -1,6 +1,6 @@
-"""What the owner has a shared log open with, as it tells the others. Pure; what comes in is checked.
+"""The options with which the owner opened a shared log, as it sends them to clients. Pure; input is checked.
 
-Cold, and said once in a connection: JSON.
+JSON, since it is sent once for each connection.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def parse_settings(body: bytes) -> Settings:
 
 
 def differences(options: LogOptions, settings: Settings) -> list[str]:
-    """What was asked for here and is otherwise there, in words."""
+    """The requested settings that differ from the owner's, in words."""
     asked = {
         "budget": (options.budget_bytes, settings.budget_bytes),
         "segment": (options.segment_bytes, settings.segment_bytes),

@@ -5,9 +5,9 @@
     process 2   client   Client --------------/ |
     process 3   client   Client ----------------/
 
-Whoever gets the lock on the directory owns the log and serves the others. When the owner closes or dies, the next call of any
-other process finds out: the first to get the lock recovers the log and owns it, the others connect to it, and every call that
-was under way is made again. That is safe: a key always means the same value. Nothing is acknowledged before the log did.
+The process that gets the lock on the directory owns the log and serves the others. When the owner closes or dies, the next
+call of any other process notices: the first to get the lock recovers the log and owns it, the others connect to it, and every
+call in progress is repeated. That is safe: a key always means the same value. Nothing is acknowledged before the log has done so.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from stepwell.store.shared.wire import Malformed
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 TIMEOUT_S = 10.0  # two of them are less than the cache waits for an answer
-_PAUSE_S = 0.01  # between two looks for an owner
+_PAUSE_S = 0.01  # between two attempts to find an owner
 _RECOVERY_PAUSE_S = 0.1  # while it recovers
-RECOVERY_S = 600.0  # that an opening waits for an owner that recovers the log: seconds for a million values
+RECOVERY_S = 600.0  # how long an opening waits for an owner that recovers the log: a million values take seconds
 
 
 class SharedLog:
-    """Opened by `opening.open_shared_log`. All verbs from any thread; `close` once nobody uses it any more."""
+    """Opened by `opening.open_shared_log`. All verbs from any thread; `close` when no verb is running any more."""
 
     def __init__(
         self, options: LogOptions, *, clock: Clock, timeout_s: float = TIMEOUT_S, recovery_s: float = RECOVERY_S
@@ -58,7 +58,7 @@ class SharedLog:
         self._closed = False
         self._role: LogStore | Client | None = None
         self._server: Server | None = None
-        self._settings: Settings | None = None  # those that count
+        self._settings: Settings | None = None  # those in effect
         leave_in_forks(self)
         self._present(Deadline(timeout_s))
 
@@ -84,26 +84,26 @@ class SharedLog:
         return self._use(lambda role: role.read_into(space, reads, cancelled=cancelled) if reads else [])
 
     def write_from(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        """What was stored before an owner died, and is offered to the next, is there already: EXISTS."""
+        """A value that was stored before an owner died, and is offered to the next one, EXISTS."""
         return self._use(lambda role: role.write_from(space, writes) if writes else [])
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Counts fewer than there were, when an owner died after it had deleted some, and before it had said so."""
+        """Returns too few if an owner died after it had deleted some values and before it had reported them."""
         return self._use(lambda role: role.delete(space, keys) if keys else 0)
 
     def relevel(self, space: Space, keys: Sequence[bytes], level: Level) -> int:
         return self._use(lambda role: role.relevel(space, keys, level) if keys else 0)
 
     def clear(self, digest: bytes) -> int:
-        """Forgets a whole space, whoever wrote its values. Counts fewer than there were, like `delete`."""
+        """Deletes a whole space, including values of other processes. Returns too few in the same case as `delete`."""
         return self._use(lambda role: role.clear(digest))
 
     def flush(self) -> None:
-        """Nothing to do: every verb that returned has made its work last."""
+        """Does nothing: every verb that returned has made its work durable."""
         self._must_be_open()
 
     def close(self) -> None:
-        """As the owner: answers whoever waits, closes the log, and leaves it to the others. Raises StoreError like `LogStore`.
+        """As the owner: answers waiting clients, closes the log and unlocks it. Raises StoreError like `LogStore`.
 
         Does nothing in a fork.
         """
@@ -120,7 +120,7 @@ class SharedLog:
                 self._role = self._server = None
 
     def leave_in_child(self) -> None:
-        """In a fork: sockets and lock stay with the process that opened them. No lock is taken here."""
+        """For a fork: sockets and lock stay with the process that opened them. Takes no lock."""
         if self._server is not None:
             self._server.leave_in_child()
         if isinstance(self._role, Client):
@@ -133,7 +133,7 @@ class SharedLog:
     # ---- who owns the log -------------------------------------------------------------------------
 
     def _use(self, verb: Callable[[LogStore | Client], T]) -> T:
-        """Does something at the owner, and at the next one when that ends meanwhile."""
+        """Runs a verb at the owner, and repeats it at the next owner if the first one ends meanwhile."""
         deadline = Deadline(self._timeout_s)
         while True:
             role = self._present(deadline)
@@ -142,11 +142,11 @@ class SharedLog:
             except Gone:
                 self._must_be_open()
                 if not deadline.left_s:
-                    raise self._nobody() from None
+                    raise self._no_owner() from None
                 time.sleep(_PAUSE_S)
 
     def _present(self, deadline: Deadline) -> LogStore | Client:
-        """The log, or the way to it. Raises StoreError when there is none in time."""
+        """The log, or a client of its owner. Raises StoreError if there is none in time."""
         self._must_be_open()
         role = self._role
         if role is not None and not (isinstance(role, Client) and role.is_gone):
@@ -160,15 +160,15 @@ class SharedLog:
 
     @contextmanager
     def _finding(self, deadline: Deadline | None = None) -> Iterator[None]:
-        """One call at a time looks for an owner, or ends this one. Whatever interrupts that call, the next one has its turn.
+        """One call at a time looks for an owner, or ends this one. If that call is interrupted, the next one has its turn.
 
-        Raises StoreError when there is no turn in time.
+        Raises StoreError if there is no turn in time.
         """
         me = object()
         try:
             with self._changed:
                 if not self._changed.wait_for(lambda: self._finder is None, deadline.left_s if deadline is not None else None):
-                    raise self._nobody()
+                    raise self._no_owner()
                 self._finder = me
             yield
         finally:
@@ -178,7 +178,7 @@ class SharedLog:
                     self._changed.notify()
 
     def _find(self, deadline: Deadline) -> LogStore | Client:
-        """Owns the log, or finds who does. An opening waits longer for an owner that says that it recovers the log."""
+        """Owns the log, or finds its owner. An opening waits longer for an owner that reports that it is recovering the log."""
         opening, until = self._settings is None, None
         limit_s = self._recovery_s if opening else self._timeout_s
         while True:
@@ -212,9 +212,9 @@ class SharedLog:
             time.sleep(_PAUSE_S)
 
     def _own(self) -> LogStore:
-        """Opens the log and serves it. Raises InUse, or what a log raises, and then holds nothing."""
+        """Opens the log and serves it. Raises InUse, or the log's errors, and holds nothing then."""
         options = self._options
-        if self._settings is not None:  # those that counted so far go on to count: the directory remembers them
+        if self._settings is not None:  # the settings in effect stay: the directory records them
             options = replace(options, budget_bytes=None, segment_bytes=None, quotas={})
         with ExitStack() as undo:
 
@@ -227,7 +227,7 @@ class SharedLog:
             except ConfigError as error:
                 if self._settings is None:
                     raise
-                raise StoreError(f"the log cannot be taken over: {error}") from error  # the options were right once
+                raise StoreError(f"the log cannot be taken over: {error}") from error  # the options were valid once
             undo.callback(store.close)
             assert self._server is not None, "recovered, and not shared"
             self._server.serve(store)
@@ -254,17 +254,17 @@ class SharedLog:
         self._settings = client.settings
         return client
 
-    def _nobody(self) -> StoreError:
-        return StoreError(f"no process got {self._options.directory} open within {self._timeout_s:g} s; it is tried again")
+    def _no_owner(self) -> StoreError:
+        return StoreError(f"no process opened {self._options.directory} within {self._timeout_s:g} s; it is tried again")
 
     def _must_be_open(self) -> None:
         if os.getpid() != self._process:
             raise StoreError(
-                f"the shared log in {self._options.directory} was opened by process {self._process}, of which this is a fork; "
+                f"the shared log in {self._options.directory} was opened by process {self._process}; this is a fork of it; "
                 "open it again here"
             )
         if self._closed:
-            raise StoreError(f"the shared log in {self._options.directory} was closed")
+            raise StoreError(f"the shared log in {self._options.directory} is closed")
 
 
 def _listening(directory: Path) -> Server:

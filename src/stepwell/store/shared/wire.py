@@ -1,11 +1,11 @@
-"""What the processes that share a log say to each other, as bytes. Pure: packs and parses, touches no socket.
+"""The messages between the processes that share a log, as bytes. Pure: packs and parses, touches no socket.
 
     frame    | magic 4 | version 2 | kind 2 | bytes of the body 4 | body |
     space    | digest 32 | bytes of the label 1 | bytes of the tenant 1 | label | tenant |
     columns  | count 4 | all keys | all stamps | ... |      one entry of fixed size for each value in every column
 
-Values are not in here: a frame says where they lie in the memory of whoever asks. Everything that comes in may be wrong in
-any way: what cannot be right raises Malformed, and nothing is made larger than a frame may be.
+Messages hold no values: a frame says where they lie in the client's memory. Input may be wrong in any way: invalid input raises
+Malformed, and nothing is allocated beyond the maximum size of a frame.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADER = struct.Struct("<4sHHI")
 _SPACE = struct.Struct(f"<{KEY_BYTES}sBB")
 _COUNT = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
-_READ_OUTCOMES, _WRITE_OUTCOMES = tuple(ReadOutcome), tuple(WriteOutcome)  # said by their place there: new ones come last
+_READ_OUTCOMES, _WRITE_OUTCOMES = tuple(ReadOutcome), tuple(WriteOutcome)  # sent as their position: new ones are appended
 _CODE_OF_READ = {outcome: code for code, outcome in enumerate(_READ_OUTCOMES)}
 _CODE_OF_WRITE = {outcome: code for code, outcome in enumerate(_WRITE_OUTCOMES)}
 
@@ -45,12 +45,12 @@ _Outcome = TypeVar("_Outcome", ReadOutcome, WriteOutcome)
 
 
 class Malformed(Exception):
-    """Bytes that nobody who keeps to this module has sent. Says what is wrong with them."""
+    """Bytes that no sender using this module produces. The message says what is wrong with them."""
 
 
 class Kind(IntEnum):
     HELLO = 1  # nothing; answered by SETTINGS
-    MEMORY = 2  # how large it is, and its descriptor beside it; answered by DONE
+    MEMORY = 2  # its size, with its descriptor attached; answered by DONE
     CONTAINS = 3
     READ = 4
     WRITE = 5
@@ -58,9 +58,9 @@ class Kind(IntEnum):
     CLEAR = 7  # the digest of a space
     RELEVEL = 8
     SETTINGS = 64
-    DONE = 65  # the answer to whatever was asked
-    ERROR = 66  # the store said no: text
-    RECOVERING = 67  # the owner has no answers yet, and is at it
+    DONE = 65  # the answer to any request
+    ERROR = 66  # the store refused: text
+    RECOVERING = 67  # the owner is still recovering the log
 
 
 class Header(NamedTuple):
@@ -69,7 +69,7 @@ class Header(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where values lie in the memory of whoever asks."""
+    """Where values lie in the client's memory."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
@@ -83,7 +83,7 @@ class Keys(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """READ: values wanted, and where to put them."""
+    """READ: requested values, and where to put them."""
 
     space: Space
     keys: Sequence[bytes]
@@ -91,7 +91,7 @@ class Reading(NamedTuple):
 
 
 class Writing(NamedTuple):
-    """WRITE: values offered, and where they are."""
+    """WRITE: values to store, and where they are."""
 
     space: Space
     keys: Sequence[bytes]
@@ -103,7 +103,7 @@ class Writing(NamedTuple):
 
 
 class Relevelling(NamedTuple):
-    """RELEVEL: what values are worth from now on."""
+    """RELEVEL: the new level of values."""
 
     space: Space
     keys: Sequence[bytes]
@@ -121,7 +121,7 @@ def pack_frame(kind: Kind, body: bytes = b"") -> bytes:
 def parse_header(header: bytes) -> Header:
     magic, version, kind, size = HEADER.unpack(header)
     if magic != _MAGIC:
-        raise Malformed("this is not the language of a shared log")
+        raise Malformed("this is not a message of a shared log")
     if version != VERSION:
         raise Malformed(
             f"it speaks version {version}, and this process version {VERSION}: run one release in all processes of a shared log"
@@ -132,7 +132,7 @@ def parse_header(header: bytes) -> Header:
         parsed = Header(Kind(kind), size)
     except ValueError:
         raise Malformed(f"a frame of unknown kind {kind}") from None
-    if parsed.kind is Kind.MEMORY and size != _NUMBER.size:  # a descriptor is kept until the body is there
+    if parsed.kind is Kind.MEMORY and size != _NUMBER.size:  # a descriptor is kept until the body has arrived
         raise Malformed(f"a number of {size} bytes")
     return parsed
 
@@ -158,7 +158,7 @@ def pack_reading(request: Reading) -> bytes:
 
 
 def parse_reading(body: bytes, memory_bytes: int) -> Reading:
-    """Its places lie within so much memory."""
+    """The places lie within `memory_bytes`."""
     rest = _Rest(body)
     space, count = rest.space(), rest.count()
     found = Reading(space, rest.column(count, KEY_BYTES), rest.places(count, memory_bytes))
@@ -175,7 +175,7 @@ def pack_writing(request: Writing) -> bytes:
 
 
 def parse_writing(body: bytes, memory_bytes: int) -> Writing:
-    """Its places lie within so much memory."""
+    """The places lie within `memory_bytes`."""
     rest = _Rest(body)
     space, count = rest.space(), rest.count()
     keys, stamps = rest.column(count, KEY_BYTES), rest.column(count, STAMP_BYTES)
@@ -261,7 +261,7 @@ def parse_text(body: bytes) -> str:
 
 
 class _Rest:
-    """What is left of a body."""
+    """The part of a body that is not parsed yet."""
 
     def __init__(self, body: bytes) -> None:
         self._body, self._at = body, 0

@@ -193,7 +193,7 @@ def test_the_page_cache_is_known(tmp_path: Path) -> None:
         if not page_cache.holds(fd, 0, 64 * 1024):
             pytest.skip("this kernel does not say what it keeps")
         assert disk.is_cached(fd, 5000, 50_000) and not disk.is_cached(fd, 0, 65 * 1024) and not disk.is_cached(fd, 0, 0)
-        disk.forget_cached(fd, 32 * 1024, 32 * 1024)
+        disk.drop_cached(fd, 32 * 1024, 32 * 1024)
         assert disk.is_cached(fd, 0, 4096) or not disk.is_cached(fd, 0, 64 * 1024), "a file that lacks a part is not whole"
     finally:
         disk.close(fd)

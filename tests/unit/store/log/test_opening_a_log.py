@@ -77,7 +77,7 @@ def test_the_smallest_budget_has_room_for_a_store_json_with_many_quotas() -> Non
     usual = segments.choose_budget(2**20, 64 * 1024, superblock_bytes=16 * 1024)
     large = segments.choose_budget(2**20, 64 * 1024, superblock_bytes=64 * 1024)
     assert usual == segments.choose_budget(2**20, 64 * 1024)
-    assert usual.left_beside(4) - large.left_beside(4) == 2 * 48 * 1024
+    assert usual.left_with(4) - large.left_with(4) == 2 * 48 * 1024
 
 
 def test_quotas_that_are_given_are_all_there_are(open_here: OpenLog) -> None:

@@ -84,7 +84,7 @@ def test_without_its_lock_file_a_directory_still_has_one_opener(
 ) -> None:
     store = open_here()
     harm(tmp_path / "store")
-    with pytest.raises(StoreError, match="close it there, or give this one a directory of its own"):
+    with pytest.raises(StoreError, match="close it there, or use another directory here"):
         open_at(tmp_path / "store")
     assert owner(tmp_path / "store", Disk()) is not None
     assert store.write_from(HERE, [offer(HERE, "x")]) == [WriteOutcome.STORED]

@@ -1,5 +1,5 @@
-"""The machine below the log: file operations, the lock on a directory, aligned memory. Knows no format and no values.
+"""The machine below the log: file operations, the lock on a directory, aligned memory. Does not know formats or values.
 
-files      every file operation there is, and memory for direct transfers
+files      all file operations, and memory for direct transfers
 locking    one process at a time
 """

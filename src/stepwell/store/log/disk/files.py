@@ -1,7 +1,7 @@
-"""Every file operation of the log, in one small object, so that tests can stand in its place and pull the plug.
+"""Every file operation of the log, in one small object that tests can replace to simulate crashes.
 
-Moves bytes and names; knows no format. Raises OSError as the machine does. A build without O_DIRECT, fallocate or
-posix_fadvise goes without. Direct transfers need memory that begins at a multiple of a block: `Scratch` hands it out.
+Moves bytes and names; does not know formats. Raises the system's OSError. A build without O_DIRECT, fallocate or
+posix_fadvise does without it. Direct transfers need memory that begins at a multiple of a block: `Scratch` provides it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 _SMALL_FILE_BYTES = 64 * 1024
 _MOST_OPEN = 256  # descriptors of one log
-_PART_OF_ALL = 4  # of the descriptors a process may have: the rest is for others
-# No link is followed, and nobody is waited for: a stranger's file in the directory must not lead anywhere.
+_PART_OF_ALL = 4  # of the descriptors that a process may have: the rest is for other uses
+# Links are not followed and an open never blocks: another user's file in the directory must not redirect or delay us.
 _PLAIN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _DIRECT = os.O_DIRECT if sys.platform == "linux" else 0
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
@@ -40,10 +40,10 @@ def up_to_block(size: int) -> int:
 
 
 class Disk:
-    """The real one. Descriptors are plain integers; whoever opens one closes it."""
+    """The real disk. Descriptors are plain integers; the caller closes those that it opens."""
 
     def make_directory(self, path: Path) -> None:
-        """Makes a directory, and those above it, to last."""
+        """Creates a directory, and those above it, durably."""
         missing = [above for above in (path, *path.parents) if not above.exists()]
         path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
         for made in missing:
@@ -53,13 +53,13 @@ class Disk:
         return sorted(os.listdir(directory))
 
     def open(self, path: Path, *, writable: bool = True, direct: bool = False) -> int:
-        """A descriptor of an existing file. Raises OSError(EINVAL) where the file system knows no direct transfers."""
+        """A descriptor of an existing file. Raises OSError(EINVAL) if the file system does not support direct transfers."""
         if direct and not _DIRECT:
             raise OSError(errno.EINVAL, "this system has no direct I/O", str(path))
         return _open_plain(path, (os.O_RDWR if writable else os.O_RDONLY) | (_DIRECT if direct else 0))
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new, empty file. Lasting only after `sync_directory`."""
+        """A descriptor of a new, empty file. Durable only after `sync_directory`."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN, FILE_MODE)
 
     def close(self, fd: int) -> None:
@@ -69,7 +69,7 @@ class Disk:
         return os.fstat(fd).st_size
 
     def allocate(self, fd: int, size: int) -> None:
-        """Makes a file exactly this long, with room set aside where possible: a full disk shows here, not later."""
+        """Makes a file exactly this long, with its space allocated where possible: a full disk fails here, not later."""
         if os.fstat(fd).st_size > size:
             os.ftruncate(fd, size)
         if sys.platform == "linux":
@@ -81,7 +81,7 @@ class Disk:
         os.ftruncate(fd, size)
 
     def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-        """Writes all of the buffers, one after the other, in as few calls as the machine allows."""
+        """Writes all of the buffers, one after the other, in the fewest calls that the system allows."""
         rest = [buffer for buffer in buffers if len(buffer)]
         while rest:
             written = os.pwritev(fd, rest[:IOV_MAX], offset)
@@ -122,29 +122,29 @@ class Disk:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
-    def forget_cached(self, fd: int, offset: int, size: int) -> None:
-        """Asks the machine to drop its copy of a range, so that the next read comes from the disk."""
+    def drop_cached(self, fd: int, offset: int, size: int) -> None:
+        """Asks the system to drop its cached copy of a range, so that the next read comes from the disk."""
         if sys.platform == "linux":
             os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
 
     def is_cached(self, fd: int, offset: int, size: int) -> bool:
-        """Whether the machine has its own copy of a whole range; False where it cannot be asked."""
+        """Whether the system has a cached copy of a whole range; False if it cannot report that."""
         return page_cache.holds(fd, offset, size)
 
     def lock(self, directory: Path) -> DirectoryLock | None:
-        """Takes the one lock on a directory; None when another process has it."""
+        """Takes the one lock on a directory; None if another process has it."""
         return take(directory, _open_plain)
 
     def is_locked(self, directory: Path) -> bool:
-        """Whether some process has the lock now."""
+        """Whether a process has the lock now."""
         return is_taken(directory, _open_plain)
 
     def has_name(self, fd: int) -> bool:
-        """Whether a file is still in a directory: what was removed is gone as soon as it is closed."""
+        """Whether a file still has a name in a directory: a removed file is lost as soon as it is closed."""
         return os.fstat(fd).st_nlink > 0
 
     def file_size(self, path: Path) -> int | None:
-        """None when there is no such file. Raises OSError for anything but a plain file."""
+        """None if there is no such file. Raises OSError for anything but a plain file."""
         try:
             found = os.lstat(path)
             _must_be_plain(found, path)
@@ -153,7 +153,7 @@ class Disk:
             return None
 
     def total_bytes(self, directory: Path) -> int:
-        """Of all files in a directory, as long as they say they are or as many blocks as they take up, if that is more."""
+        """The total size of all files in a directory: for each, the larger of its length and its allocated blocks."""
         total = 0
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -170,7 +170,7 @@ class Disk:
         return _MOST_OPEN if limit == resource.RLIM_INFINITY else max(8, min(_MOST_OPEN, limit // _PART_OF_ALL))
 
     def read_file(self, path: Path) -> bytes | None:
-        """All bytes of a small file, the first 64 KiB of a larger one; None when there is none."""
+        """All bytes of a small file, the first 64 KiB of a larger one; None if there is none."""
         try:
             fd = self.open(path, writable=False)
         except FileNotFoundError:
@@ -208,7 +208,7 @@ def _not_plain(path: Path) -> OSError:
 
 
 def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of the buffers when `done` bytes of them were moved."""
+    """The rest of the buffers after `done` bytes of them were moved."""
     if done == sum(map(len, buffers)):
         return []
     for index, buffer in enumerate(buffers):
@@ -219,7 +219,7 @@ def _after(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def replace_file(disk: Disk, path: Path, content: Sequence[memoryview]) -> None:
-    """Puts a whole file in the place of another: a crash leaves the old one or the new one, never a mixture."""
+    """Replaces a whole file: after a crash the old one or the new one is there, never a mixture."""
     fresh = path.with_name(path.name + ".new")
     if fresh.name in disk.names(path.parent):
         disk.unlink(fresh)
@@ -228,7 +228,7 @@ def replace_file(disk: Disk, path: Path, content: Sequence[memoryview]) -> None:
         disk.write(fd, content, 0)
         disk.sync(fd)
     except OSError:
-        disk.unlink(fresh)  # half a file must not take up room
+        disk.unlink(fresh)  # half a file must not take up space
         raise
     finally:
         disk.close(fd)
@@ -243,14 +243,14 @@ def is_aligned(buffer: memoryview) -> bool:
 
 
 class Scratch:
-    """Blocks for headers, tails and padding, all given back at once. Not to be shared between threads."""
+    """Blocks for headers, tails and padding, all released at once. Not to be shared between threads."""
 
     def __init__(self) -> None:
         self._chunks: list[memoryview] = []
-        self._chunk, self._used = 0, 0  # how far the chunks are handed out
+        self._chunk, self._used = 0, 0  # how much of the chunks is in use
 
     def take(self, size: int) -> memoryview:
-        """At least `size` bytes, whole blocks. They hold anything."""
+        """At least `size` bytes, in whole blocks, with undefined content."""
         size = up_to_block(size)
         while self._chunk < len(self._chunks) and self._used + size > len(self._chunks[self._chunk]):
             self._chunk, self._used = self._chunk + 1, 0
@@ -265,7 +265,7 @@ class Scratch:
         taken[:] = bytes(len(taken))
         return taken
 
-    def give_back(self) -> None:
-        """Everything handed out may be handed out again. The first chunk is kept for next time."""
+    def release(self) -> None:
+        """All blocks may be reused. The first chunk is kept for next time."""
         del self._chunks[1:]
         self._chunk = self._used = 0

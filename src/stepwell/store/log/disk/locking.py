@@ -1,10 +1,10 @@
 """The one lock on a directory, and whether the directory is still the one that was locked. Moves no values.
 
-The directory itself is locked, so taking its `lock` file away lets nobody else in. That file is locked too: it says for
-people which process it was, and is the only lock where directories cannot be locked (NFS). There, a replaced file is noticed.
+The directory itself is locked, so removing its `lock` file does not admit another process. That file is locked too: it names
+the process, and is the only lock where directories cannot be locked (NFS). There, a replaced file is detected.
 
-A forked child inherits the descriptors that hold the lock, and would hold it for as long as it lives. So it closes them:
-the lock ends with the process that took it (`leave_in_forks`). The log itself is no use to a child.
+A forked child inherits the descriptors that hold the lock, and would hold it until it ends. So it closes them:
+the lock ends with the process that took it (`leave_in_forks`). The child cannot use the log.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class DirectoryLock:
 
 
 def take(directory: Path, open_file: OpenFile) -> DirectoryLock | None:
-    """The lock, with our process id in its file; None when another process has it. Raises OSError, and then holds nothing."""
+    """The lock, with our process id in its file; None if another process has it. Raises OSError, and holds nothing then."""
     fds = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     lock = None
     try:
@@ -76,7 +76,7 @@ def take(directory: Path, open_file: OpenFile) -> DirectoryLock | None:
 
 
 def is_taken(directory: Path, open_file: OpenFile) -> bool:
-    """Whether some process has the lock now. Raises OSError."""
+    """Whether a process has the lock now. Raises OSError."""
     try:
         fds = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)]
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def _try(fd: int, how: int, tries: int = _TRIES) -> _Try:
             return _Try.LOCKED
         except BlockingIOError:
             if left:
-                time.sleep(_PAUSE_S)  # somebody may only be looking, as `is_taken` does
+                time.sleep(_PAUSE_S)  # another process may only be testing the lock, as `is_taken` does
         except OSError as error:
             if error.errno not in _NO_LOCKS_HERE:
                 raise
@@ -106,7 +106,7 @@ def _try(fd: int, how: int, tries: int = _TRIES) -> _Try:
 
 
 def _sign(fd: int) -> None:
-    """Our process id, for people. A full disk must not keep anybody from opening."""
+    """Writes our process id, for people. A full disk must not prevent the opening."""
     try:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -123,7 +123,7 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
 
 
 class Locked(Protocol):
-    """Whoever has a lock."""
+    """An object that has a lock."""
 
     def leave_in_child(self) -> None: ...
 
@@ -132,7 +132,7 @@ _owners: WeakSet[Locked] = WeakSet()
 
 
 def leave_in_forks(owner: Locked) -> None:
-    """From now on, `leave_in_child` is called in every fork of this process, as long as somebody has the owner."""
+    """From now on, `leave_in_child` is called in every fork of this process, for as long as the owner exists."""
     _register()
     _owners.add(owner)
 

@@ -1,6 +1,6 @@
-"""What the machine keeps of a file in its page cache, asked by `cachestat` of Linux 6.5 and later.
+"""What the system keeps of a file in its page cache, from `cachestat` of Linux 6.5 and later.
 
-Python has no name for that call. Where the kernel or a sandbox does not know it, nothing counts as kept. Reads nothing; any
+Python has no name for that call. Where the kernel or a sandbox does not know it, nothing counts as cached. Reads nothing; any
 thread.
 """
 
@@ -19,12 +19,12 @@ class _Range(ctypes.Structure):
 
 
 class _Counts(ctypes.Structure):
-    """Of pages, as the kernel fills it in."""
+    """Numbers of pages, filled in by the kernel."""
 
     _fields_ = (("cached", _WORD), ("dirty", _WORD), ("writeback", _WORD), ("evicted", _WORD), ("recently_evicted", _WORD))
 
 
-# The interpreter's lock is kept: the answer takes microseconds, and to get the lock back would take longer.
+# The GIL is kept: the call takes microseconds, and to acquire the GIL again would take longer.
 _syscall = ctypes.PyDLL(None).syscall if sys.platform == "linux" else None
 
 

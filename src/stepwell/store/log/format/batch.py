@@ -1,29 +1,29 @@
-"""Batches as bytes: the only thing a segment holds. Pure; takes any bytes and believes none that do not verify.
+"""Batches as bytes: the only content of a segment. Pure; accepts any bytes and trusts none that do not verify.
 
     | header, a multiple of 4 KiB                                   | payload | payload | ...    each at a multiple of 4 KiB
     | fixed 320 | entry 160 | entry 160 | ... | small values | zeros |
 
 A batch belongs to one space. Its header names the segment and the offset it was written for, so bytes of a segment's
-former life are never believed, and is covered by an XXH3-64 seeded with a secret of the store, so payloads cannot pass for
-headers. A number made of that secret tells headers of another store. `seq` numbers batches upwards for ever; all batches up to
-`settled` were synced, or revoked, before this one was written: only later ones can be torn.
+former use are never trusted. An XXH3-64 seeded with a secret of the store covers the header, so payloads cannot pass for
+headers. A number derived from that secret identifies headers of another store. `seq` numbers batches upwards forever; all
+batches up to `settled` were synced, or revoked, before this one was written: only later ones can be torn.
 
     PUT      values                                         DELETE   keys whose values before `as_of` do not count
-    CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be believed
-    FILLER   nothing: covers a place that was damaged
+    CLEAR    nothing in this space before `as_of` counts    REVOKE   batches (by seq) that failed and must not be trusted
+    FILLER   nothing: covers a damaged place
 
 The `flags` of a value are its level, NORMAL as 0.
 
-Deletes, clears and revocations are tombstones. The `offset` of one is the seq that nothing it hides is older than.
+Deletes, clears and revocations are tombstones. The `offset` of a tombstone is the seq of the oldest data that it hides.
 
     K written    K deleted as of 15    K written again
     ---- 5 -------------- 15 ---------------- 25 ----> seq
 
-A tombstone is needed as long as any other segment holds what it hides: without it, a value deleted there would come back when
-the segments are read anew. It says how old that can be, so a delete soon after its write is needed for a short time only.
-Reclaim copies tombstones that are needed; in the oldest segment none is. They live in the log only, where reclaim reads them
-again: however many there are, memory and snapshots hold no more than how many each segment has. Revoked batches, which are
-few, are known by their numbers.
+A tombstone is needed as long as another segment holds data that it hides: without it, a value deleted there would come back
+when the segments are read again. It records how old that data can be, so a delete soon after the write is needed for a short
+time only. Reclaim copies the tombstones that are needed; in the oldest segment none is. Tombstones live in the log only, and
+reclaim reads them from there: memory and snapshots hold only their number in each segment. Revoked batches are few, and their
+numbers are known.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from stepwell.store.log.disk.files import BLOCK_BYTES, up_to_block
 FORMAT_VERSION = 1
 MAGIC = b"SWbatch\x01"
 MAX_HEADER_BYTES = 1 << 20
-SEQ_END = 2**62  # numbers of batches are below: whatever says it is above is not ours
+SEQ_END = 2**62  # numbers of batches are below: a higher one is not ours
 INLINE_BYTES = 1024  # values up to this many bytes live in the header: a manifest must not cost a whole block
 NO_SPACE = Space(digest=bytes(32))
-HOLDS_FROM_NOW = 0  # as_of of a tombstone that is new: becomes the number of its batch
+HOLDS_FROM_NOW = 0  # as_of of a new tombstone: becomes the number of its batch
 
 _FIXED = struct.Struct(f"<8sQHHIIIQQQQQ32s{MAX_TENANT_BYTES}s{MAX_LABEL_BYTES}s")
 _ENTRIES_AT = 320
-_CHECKED_FROM = 16  # magic and checksum are not part of what is checked
+_CHECKED_FROM = 16  # magic and checksum are not checked
 _STORE_MARK_AT = 28
 ENTRY = np.dtype(
     [("key", "u1", 32), ("parent", "u1", 32), ("stamp", "u1", 64), ("offset", "<u8"), ("length", "<u8"), ("as_of", "<u8"),
      ("depth", "<u4"), ("flags", "<u4")]
 )  # fmt: skip
 ENTRY_BYTES = ENTRY.itemsize
-_LEVELS = (Level.NORMAL, Level.EXPENDABLE, Level.VALUABLE)  # by what `flags` say
-_FLAGS = np.argsort(_LEVELS).astype(np.uint32)  # the other way round
+_LEVELS = (Level.NORMAL, Level.EXPENDABLE, Level.VALUABLE)  # indexed by `flags`
+_FLAGS = np.argsort(_LEVELS).astype(np.uint32)  # the reverse
 Entries = npt.NDArray[Any]  # of ENTRY
 
 assert _FIXED.size <= _ENTRIES_AT and ENTRY_BYTES == 160
@@ -106,13 +106,13 @@ def split(column: npt.NDArray[np.uint8]) -> list[bytes]:
 
 
 def levels_of(entries: Entries) -> npt.NDArray[np.uint8]:
-    """What the values of a batch were worth when it was written."""
+    """The levels of the values of a batch when it was written."""
     levels: npt.NDArray[np.uint8] = np.array(_LEVELS, np.uint8)[entries["flags"]]
     return levels
 
 
 def inline_bytes(length: int) -> int:
-    """What a value takes up inside the header; 0 when it has blocks of its own."""
+    """The bytes that a value takes up inside the header; 0 if it has blocks of its own."""
     return -(-length // 8) * 8 if length <= INLINE_BYTES else 0
 
 
@@ -126,7 +126,7 @@ def header_size(num_entries: int, inline: int) -> int:
 
 
 def inline_start(num_entries: int) -> int:
-    """Where in a header its small values begin."""
+    """Where the small values begin in a header."""
     return _ENTRIES_AT + num_entries * ENTRY_BYTES
 
 
@@ -134,7 +134,7 @@ def inline_start(num_entries: int) -> int:
 
 
 def write_header(batch: Batch, into: memoryview, *, seed: int) -> None:
-    """Fills a header whose small values, and nothing else, are in place already. `into` is exactly as long as it."""
+    """Fills a header in which only the small values are in place. `into` has exactly its length."""
     assert len(into) == batch.header_bytes, f"{len(into)=} {batch.header_bytes=}"
     space = batch.space
     _FIXED.pack_into(
@@ -146,7 +146,7 @@ def write_header(batch: Batch, into: memoryview, *, seed: int) -> None:
 
 
 def is_of_another_store(block: memoryview, *, seed: int) -> bool:
-    """Whether a block begins a header that another store wrote. Old headers do not say which store wrote them."""
+    """Whether a block begins a header that another store wrote. Old headers do not identify their store."""
     if not claimed_header_bytes(block):
         return False
     mark = struct.unpack_from("<I", block, _STORE_MARK_AT)[0]
@@ -154,12 +154,12 @@ def is_of_another_store(block: memoryview, *, seed: int) -> bool:
 
 
 def _store_mark(seed: int) -> int:
-    """A number that tells stores apart; never 0."""
+    """A number that identifies a store; never 0."""
     return xxhash.xxh3_64_intdigest(b"stepwell store", seed) % (2**32 - 1) + 1
 
 
 def claimed_header_bytes(block: memoryview) -> int:
-    """How long a header says it is, from its first block; 0 when it is none of ours. Nothing is verified yet."""
+    """The length of a header as claimed in its first block; 0 if it is not one of ours. Nothing is verified yet."""
     if len(block) < BLOCK_BYTES or block[: len(MAGIC)] != MAGIC:
         return 0
     version, header_bytes = struct.unpack_from("<H", block, 16)[0], struct.unpack_from("<I", block, 24)[0]
@@ -189,7 +189,7 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
     entries = np.frombuffer(header, ENTRY, count, _ENTRIES_AT).copy()
     if kind is BatchKind.PUT and not _values_fit(entries, header_bytes, total):
         return None
-    if kind is not BatchKind.PUT and int(entries["as_of"].max(initial=0)) > seq:  # it holds from its own batch on at the latest
+    if kind is not BatchKind.PUT and int(entries["as_of"].max(initial=0)) > seq:  # effective from its own batch at the latest
         return None
     return Batch(
         kind=kind, segment=segment, offset=offset, header_bytes=header_bytes, total_bytes=total, seq=seq, settled=settled,
@@ -198,7 +198,7 @@ def parse_header(header: memoryview, *, seed: int, segment: int, offset: int, se
 
 
 def _values_fit(entries: Entries, header_bytes: int, total: int) -> bool:
-    """Whether every value lies where values may lie and has a level there is, and no key comes twice."""
+    """Whether every value lies where values may lie and has a valid level, and no key is repeated."""
     if int(entries["flags"].max(initial=0)) >= len(_LEVELS):
         return False
     starts, lengths = entries["offset"], entries["length"]
@@ -216,13 +216,13 @@ def _values_fit(entries: Entries, header_bytes: int, total: int) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
     key: bytes  # of revoked batches: the first and the last; of a clear: zeros
-    since: int = 0  # nothing that it hides is older
-    as_of: int = HOLDS_FROM_NOW  # nothing that it hides is as young
+    since: int = 0  # it hides nothing older
+    as_of: int = HOLDS_FROM_NOW  # it hides nothing of this seq or younger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TombstoneGroup:
-    """Tombstones that may stand in one batch."""
+    """Tombstones that can share one batch."""
 
     kind: BatchKind
     space: Space
@@ -239,7 +239,7 @@ def revoking(numbers: range) -> Tombstone:
 
 
 def revoked_by(batch: Batch) -> list[range]:
-    """The numbers of batches that must not be believed because of this one."""
+    """The numbers of batches that this one revokes."""
     keys = split(batch.entries["key"]) if batch.kind is BatchKind.REVOKE else []
     return [range(*struct.unpack_from("<QQ", key)) for key in keys]
 
@@ -259,15 +259,15 @@ class PackedBatch:
     values: Sequence[memoryview] = ()
 
 
-def pack_values(space: Space, writes: Sequence[Write], room: int) -> PackedBatch | None:
-    """A batch of as many of the first values as fit; None when not one does."""
+def pack_values(space: Space, writes: Sequence[Write], free_bytes: int) -> PackedBatch | None:
+    """A batch of the first values that fit; None if not even one does."""
     values = [write.data for write in writes]
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     small = lengths <= INLINE_BYTES
-    inline = np.cumsum(np.where(small, -(-lengths // 8) * 8, 0))  # inside the header, up to and with each
+    inline = np.cumsum(np.where(small, -(-lengths // 8) * 8, 0))  # inside the header, up to and including each
     blocks = np.cumsum(np.where(small, 0, -(-lengths // BLOCK_BYTES) * BLOCK_BYTES))  # behind it
     headers = -(-(inline_start(0) + ENTRY_BYTES * np.arange(1, len(writes) + 1) + inline) // BLOCK_BYTES) * BLOCK_BYTES
-    fits = (headers <= MAX_HEADER_BYTES) & (headers + blocks <= room)
+    fits = (headers <= MAX_HEADER_BYTES) & (headers + blocks <= free_bytes)
     count = len(writes) if fits[-1] else int(np.argmin(fits))  # sizes only grow
     if not count:
         return None
@@ -292,9 +292,10 @@ def _entries(writes: Sequence[Write]) -> Entries:
     return entries
 
 
-def pack_tombstones(kind: BatchKind, space: Space, tombstones: Sequence[Tombstone], room: int) -> PackedBatch | None:
-    """A batch of as many of the first tombstones, all of one kind and space, as fit; None when not one does."""
-    count = min(len(tombstones), (min(room, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)) // ENTRY_BYTES)
+def pack_tombstones(kind: BatchKind, space: Space, tombstones: Sequence[Tombstone], free_bytes: int) -> PackedBatch | None:
+    """A batch of the first tombstones that fit, all of one kind and space; None if not even one does."""
+    usable = min(free_bytes, MAX_HEADER_BYTES) // BLOCK_BYTES * BLOCK_BYTES - inline_start(0)
+    count = min(len(tombstones), usable // ENTRY_BYTES)
     if count <= 0:
         return None
     entries = np.zeros(count, ENTRY)

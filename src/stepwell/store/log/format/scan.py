@@ -1,6 +1,6 @@
-"""Batches out of the bytes of one segment, in order; what cannot be read is stepped over, a block at a time.
+"""Reads the batches of one segment in order; skips what cannot be read, a block at a time.
 
-Reads only. Never believes a length before it is checked, so hostile bytes cost no more than a read of the segment.
+Reads only. Never trusts a length before it is checked, so hostile bytes cost no more than a read of the segment.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 from stepwell.store.log.disk.files import BLOCK_BYTES, Disk
 from stepwell.store.log.format.batch import MAGIC, Batch, claimed_header_bytes, parse_header
 
-_WINDOW_BYTES = 64 * 1024  # read at once: headers of small batches stand close together
+_WINDOW_BYTES = 64 * 1024  # read at once: headers of small batches lie close together
 _STRIDE_BYTES = 4 << 20  # the same while looking for the next header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """Bytes that are no batch: never written, of a former life, torn, or damaged. Only what follows tells which."""
+    """Bytes that are not a batch: never written, of a former use, torn, or damaged. Only the bytes after it show which."""
 
     segment: int
     offset: int
@@ -34,7 +34,7 @@ class _Window:
         self._start, self._bytes = 0, memoryview(b"")
 
     def at(self, offset: int, length: int, ahead: int) -> memoryview:
-        """`length` bytes at `offset`, fewer at the end of the file; reads at least `ahead` when it has to read."""
+        """`length` bytes at `offset`, fewer at the end of the file; reads at least `ahead` if it has to read."""
         begin = offset - self._start
         if begin < 0 or begin + length > len(self._bytes):
             self._bytes = memoryview(bytearray(max(0, min(max(length, ahead), self._size - offset))))
@@ -47,7 +47,7 @@ class _Window:
 
 
 def scan(disk: Disk, fd: int, *, segment: int, start: int, seed: int, segment_bytes: int) -> Iterator[Batch | Gap]:
-    """Every batch from `start` on that verifies, and the gaps between, before and after them."""
+    """Every batch that verifies, beginning at `start`, and the gaps between, before and after them."""
     end = min(disk.size(fd), segment_bytes) // BLOCK_BYTES * BLOCK_BYTES
     window = _Window(disk, fd, end)
     offset = gap_start = start
@@ -67,7 +67,7 @@ def scan(disk: Disk, fd: int, *, segment: int, start: int, seed: int, segment_by
 
 
 def _next_magic(window: _Window, offset: int, end: int) -> int:
-    """The next block that begins like a header; the end when there is none."""
+    """The next block that begins like a header; the end if there is none."""
     magic = np.frombuffer(MAGIC, np.uint64)[0]
     while offset < end:
         part = window.at(offset, min(_STRIDE_BYTES, end - offset), _STRIDE_BYTES)

@@ -1,10 +1,10 @@
-"""Which segments the log has, and how far each is written: one small file, so that a check notices what was removed.
+"""Which segments the log has, and how far each is written: one small file, so that a check notices removed segments.
 
     | slot: magic, checksum, generation, last number, count; id, first seq, end of each segment | the same, one generation older |
 
-Written whenever a segment is full, and before any that it names goes: whatever it says is true of the directory after any
-crash, which leaves one of the two slots whole. A snapshot would say it too, but costs as much as there are values (180 MB
-for a million), this as much as there are segments (24 KB for a thousand). Any bytes may be read.
+Written whenever a segment is full, and before any that it names is removed: so its content is true of the directory after any
+crash, which leaves one of the two slots intact. A snapshot would also do, but its cost grows with the values (180 MB for a
+million), that of this file with the segments (24 KB for a thousand). Any bytes may be read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stepwell.store.log.disk.files import BLOCK_BYTES, Disk, replace_file, up_to
 NAME = "sealed"
 SUFFIX = ".seg"
 NOTHING_YET = 2**62  # first seq of a segment without batches
-NUMBERS_END = 2**62  # of segments and of batches: whatever says it is above is not ours
+NUMBERS_END = 2**62  # of segments and of batches: a higher one is not ours
 _MAGIC = b"SWseal\0\x01"
 _HEAD = struct.Struct("<8s4Q")
 _CHECKED_FROM = 16
@@ -39,7 +39,7 @@ def path_of(directory: Path, number: int) -> Path:
 
 
 def number_of(name: str) -> int | None:
-    """The number of a segment by its file's name; None when the file is none."""
+    """The number of a segment by its file's name; None if the file is not a segment."""
     stem = name.removesuffix(SUFFIX)
     try:
         number = int(stem, 16)
@@ -54,19 +54,19 @@ class SegmentInfo:
 
     id: int
     first_seq: int  # of its oldest batch
-    end: int  # of its last batch
-    last_seq: int = 0  # of its youngest batch
-    stale: int = 0  # values in it that were evicted or copied elsewhere: they would come back if it was read anew
+    end: int  # of its newest batch
+    last_seq: int = 0  # of its newest batch
+    stale: int = 0  # values in it that were evicted or copied elsewhere: they would come back if it was read again
     tombstones: int = 0  # deletes, clears and revocations in it
     newest_tombstone: int = 0  # the latest `as_of` of those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentList:
-    """What the file says. Nothing, where it cannot be used."""
+    """The content of the file. Empty if it cannot be used."""
 
     generation: int = 0
-    last_number: int = 0  # the highest that any segment had then
+    last_number: int = 0  # the highest of any segment at that time
     segments: tuple[SegmentInfo, ...] = ()
     usable: bool = True
 
@@ -76,12 +76,12 @@ class SegmentList:
 
 
 def slot_bytes(max_segments: int) -> int:
-    """Room for so many segments."""
+    """The size of a slot for this number of segments."""
     return up_to_block(_HEAD.size + max_segments * _ENTRY.itemsize)
 
 
 def read(disk: Disk, directory: Path, *, seed: int, segment_bytes: int) -> SegmentList | None:
-    """None when there is no file."""
+    """None if there is no file."""
     try:
         fd = disk.open(directory / NAME, writable=False)
     except FileNotFoundError:
@@ -105,12 +105,12 @@ def read(disk: Disk, directory: Path, *, seed: int, segment_bytes: int) -> Segme
     return SegmentList(usable=any(not np.frombuffer(slot, np.uint8).any() for slot in slots))  # the very first write may be torn
 
 
-def write(disk: Disk, directory: Path, listed: SegmentList, *, seed: int, room: int) -> None:
-    """Returns when it is safe on disk, in a file of two slots with so much room each. Raises OSError."""
-    assert listed.size_bytes <= room, f"{len(listed.segments)} segments in {room=} bytes"
-    path, content, offset = directory / NAME, encode(listed, seed=seed), listed.generation % 2 * room
-    if disk.file_size(path) != 2 * room:  # never a file that says nothing: a snapshot would be believed to be newer
-        whole = memoryview(bytearray(2 * room))
+def write(disk: Disk, directory: Path, listed: SegmentList, *, seed: int, slot_size: int) -> None:
+    """Returns when it is safe on disk, in a file of two slots of this size. Raises OSError."""
+    assert listed.size_bytes <= slot_size, f"{len(listed.segments)} segments in {slot_size=} bytes"
+    path, content, offset = directory / NAME, encode(listed, seed=seed), listed.generation % 2 * slot_size
+    if disk.file_size(path) != 2 * slot_size:  # never an empty file: a snapshot would be believed to be newer
+        whole = memoryview(bytearray(2 * slot_size))
         whole[offset : offset + len(content)] = content
         return replace_file(disk, path, [whole])
     fd = disk.open(path)
@@ -130,7 +130,7 @@ def encode(listed: SegmentList, *, seed: int) -> memoryview:
 
 
 def decode(slot: memoryview, *, seed: int, segment_bytes: int) -> SegmentList | None:
-    """What a slot says; None unless it verifies."""
+    """The content of a slot; None unless it verifies."""
     if len(slot) < _HEAD.size:
         return None
     magic, checksum, generation, last_number, count = _HEAD.unpack_from(slot)

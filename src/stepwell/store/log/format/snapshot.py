@@ -1,10 +1,10 @@
-"""The whole index as one file, so that opening reads it at once instead of every header in the log.
+"""The whole index as one file, so that an opening reads one file instead of every header in the log.
 
     | magic, version, checksum, counts, position | spaces | segments | revoked | columns, one after the other |
 
-True as of a position in the log; what came later is read from there. Its checksum covers everything; any bytes may be
-given, and what does not verify, or has another version, is as good as no snapshot. Rows of segments that are gone are
-dropped by the reader.
+It holds for a position in the log; what was written later is read from there. Its checksum covers everything. Accepts any
+bytes: a file that does not verify, or has another version, counts as no snapshot. The reader drops rows of segments that no
+longer exist.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Snapshot:
 
     @property
     def last_number(self) -> int:
-        """The highest number of a segment that it knows of."""
+        """The highest number of a segment that it names."""
         return max([self.segment, int(self.columns["segment"].max(initial=0)), *(info.id for info in self.segments)])
 
 
@@ -87,7 +87,7 @@ def encode(snapshot: Snapshot) -> list[memoryview]:
 
 
 def sign(pieces: list[memoryview], *, seed: int) -> None:
-    """Puts the checksum in. Takes as long as the snapshot is large, and needs no lock."""
+    """Inserts the checksum. Takes time in proportion to the size, and needs no lock."""
     checksum = xxhash.xxh3_64(pieces[0][_CHECKED_FROM:], seed)
     for piece in pieces[1:]:
         checksum.update(piece)
@@ -95,14 +95,14 @@ def sign(pieces: list[memoryview], *, seed: int) -> None:
 
 
 def size_bytes(*, values: int, revoked: int, spaces: int, segments: int) -> int:
-    """Of a snapshot that holds so much."""
+    """The size of a snapshot that holds this much."""
     return _HEAD.size + sum(count * width for count, width in zip((spaces, segments, revoked, values), _WIDTHS, strict=True))
 
 
 def read(disk: Disk, directory: Path, *, seed: int, most_bytes: int) -> memoryview | None:
-    """The file's bytes; none of them where they do not verify, are too many, or cannot be read. None when there is no file.
+    """The file's bytes; empty if they do not verify, are too many, or cannot be read. None if there is no file.
 
-    Nothing is believed before it is checked: a file that claims to be huge costs no more memory than a small one.
+    Nothing is trusted before it is checked: a file that claims to be huge costs no more memory than a small one.
     """
     try:
         fd = disk.open(directory / NAME, writable=False)
@@ -126,7 +126,7 @@ def read(disk: Disk, directory: Path, *, seed: int, most_bytes: int) -> memoryvi
 
 
 def _checksum(disk: Disk, fd: int, seed: int) -> int:
-    """Of a whole file, a piece at a time."""
+    """The checksum of a whole file, read in pieces."""
     checksum, piece, at = xxhash.xxh3_64(seed=seed), memoryview(bytearray(_PIECE_BYTES)), _CHECKED_FROM
     while got := disk.read(fd, [piece], at):
         checksum.update(piece[:got])
@@ -135,7 +135,7 @@ def _checksum(disk: Disk, fd: int, seed: int) -> int:
 
 
 def _claimed_bytes(content: memoryview) -> int:
-    """How long a snapshot says it is; 0 when it is none of ours."""
+    """The length that a snapshot claims; 0 if it is not one of ours."""
     if len(content) < _HEAD.size or content[: len(MAGIC)] != MAGIC:
         return 0
     _, _, version, _, _, _, _, _, *counts = _HEAD.unpack_from(content)
@@ -183,7 +183,7 @@ def _columns(content: memoryview, at: int, count: int) -> dict[str, npt.NDArray[
 
 
 def _plausible(columns: dict[str, npt.NDArray[Any]], num_spaces: int, segment_bytes: int, tick: int) -> bool:
-    """Whether every row lies within a segment and a space: a later reader must not have to ask."""
+    """Whether every row lies within a segment and a space, so that later readers need not check."""
     bounds = {
         "segment": (1, NUMBERS_END - 1), "offset": (0, segment_bytes), "length": (0, segment_bytes), "seq": (0, NUMBERS_END - 1),
         "used": (0, tick), "depth": (0, 2**31 - 1), "space": (0, num_spaces - 1),

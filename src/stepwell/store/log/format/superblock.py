@@ -1,6 +1,6 @@
-"""`store.json`: what a directory must be opened with, remembered from the time it was made. One small file.
+"""`store.json`: the settings that a directory must be opened with, saved when it is created. One small file.
 
-Holds the secret that headers are checked with, so payloads cannot be made to look like headers. Takes any bytes.
+Holds the secret that seeds the checksums of headers, so payloads cannot be made to look like headers. Accepts any bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stepwell.store.log.format.batch import FORMAT_VERSION
 NAME = "store.json"
 WHAT = "stepwell log store"
 MAX_BYTES = 64 * 1024  # what `Disk.read_file` reads
-_REST_BYTES = 1024  # beside the quotas
-_NO_DISK_BYTES = 2**62  # no disk is as large
+_REST_BYTES = 1024  # for everything but the quotas
+_NO_DISK_BYTES = 2**62  # larger than any disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Superblock:
 
 
 def read(disk: Disk, directory: Path) -> Superblock | None:
-    """What is remembered; None where no store was made yet. Raises StoreError for a file that cannot be used."""
+    """The saved settings; None if no store was created yet. Raises StoreError for a file that cannot be used."""
     content = disk.read_file(directory / NAME)
     if content is None:
         return None
@@ -47,7 +47,7 @@ def read(disk: Disk, directory: Path) -> Superblock | None:
             raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise StoreError(
-            f"{directory / NAME} is not a log store's, or is damaged; move the directory away and begin anew"
+            f"{directory / NAME} does not belong to a log store, or is damaged; move the directory away and start with a new one"
         ) from None
     if version != FORMAT_VERSION:
         raise StoreError(
@@ -57,20 +57,20 @@ def read(disk: Disk, directory: Path) -> Superblock | None:
 
 
 def write(disk: Disk, directory: Path, block: Superblock) -> None:
-    """Raises ConfigError, and writes nothing, when the quotas do not fit."""
+    """Raises ConfigError, and writes nothing, if the quotas do not fit."""
     content = _content(block)
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{len(block.quotas)} quotas are too many for one log store; give tenants directories of their own")
+        raise ConfigError(f"{len(block.quotas)} quotas are too many for one log store; use separate directories for tenants")
     replace_file(disk, directory / NAME, [memoryview(content)])
 
 
 def size_of(block: Superblock) -> int:
-    """Bytes of the file that remembers this."""
+    """Bytes of the file with these settings."""
     return len(_content(block))
 
 
 def quotas_fit(quotas: Mapping[str, int]) -> bool:
-    """Whether a log store can remember so many quotas, with the names of their tenants."""
+    """Whether a log store can save these quotas, with the names of their tenants."""
     return len(json.dumps(quotas, indent=2)) + _REST_BYTES <= MAX_BYTES
 
 
@@ -83,5 +83,5 @@ def _content(block: Superblock) -> bytes:
 
 
 def _check(fields: Mapping[str, object]) -> str:
-    """A checksum for people's eyes: a flipped bit in the secret would otherwise make every value unreadable, silently."""
+    """A checksum against accidental damage: a flipped bit in the secret would silently make every value unreadable."""
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())

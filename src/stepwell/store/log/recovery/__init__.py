@@ -1,4 +1,4 @@
-"""How a log comes up, and what people ask of one: recovery after a crash, checks, repairs, figures.
+"""How a log opens, and its maintenance: recovery after a crash, checks, repairs, figures.
 
 recover    a directory -> what the log knew          check      every byte verified
 repair     damage dropped for good                   stat       values and bytes by namespace and tenant

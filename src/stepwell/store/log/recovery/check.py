@@ -1,10 +1,10 @@
-"""Every header and every value of a log, verified: what is damaged, where, and how much of it. Reads only.
+"""Verifies every header and every value of a log: which data is damaged, where, and how much of it. Reads only.
 
-A value is checked against its stamp, a header against its checksum and its place. The log may be open in another
-process: what that one writes over meanwhile is left out.
+A value is checked against its stamp, a header against its checksum and its place. Another process may have the log open: the
+check ignores what that process overwrites meanwhile.
 
-With a key, a namespace is known to be of that key once one of its values proves it. What carries no key in there was
-planted, since holders of the key write nothing without it.
+With a key, a namespace belongs to that key once one of its values proves it. Values in it that carry no key were planted, since
+holders of the key write nothing without it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from stepwell.store.seal import Verdict
 HEADER_DAMAGED = "the header that describes it is damaged"
 UNREADABLE = "the disk cannot read it"
 CUT_OFF = "the file ends before it does"
-FILE_GONE = "the file is gone, with all that was in it"
+FILE_GONE = "the file is missing, with everything in it"
 FILE_CUT = "the file ends too soon: what was written behind its end since the last full segment is lost"
 OTHER_STORE = "the file was written by another store: what this one wrote there is lost"
-SNAPSHOT_BROKEN = "the saved index cannot be used: opening reads the whole log instead"
-SEGMENT_LIST_BROKEN = "the list of segments cannot be used: what is missing may go unnoticed"
+SNAPSHOT_BROKEN = "the saved index cannot be used: an opening reads the whole log instead"
+SEGMENT_LIST_BROKEN = "the list of segments cannot be used: missing segments may go unnoticed"
 _NO_SEGMENT = 0
 _Verify = Callable[[Space, bytes, memoryview, bytes], Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """One place that is not as it was written. Without a key it is a header, and whatever it described that nobody knows of."""
+    """One place that is not as it was written. Without a key it is a header, with whatever else it described."""
 
     file: str
     offset: int
@@ -59,10 +59,8 @@ class CheckReport:
     values: int
     value_bytes: int
     damage: tuple[Damage, ...]
-    left: tuple[Damage, ...] = ()  # of the damage, after a repair
-    unproven_values: int = (
-        0  # stamped with a key that was not given, or, with one given, not with it: who wrote them is not known
-    )
+    left: tuple[Damage, ...] = ()  # what remains of the damage after a repair
+    unproven_values: int = 0  # with a key given: not stamped with it; without: stamped with any. Their writer is unknown
 
     @property
     def damaged_values(self) -> int:
@@ -80,9 +78,9 @@ def check(
     only: Collection[int] | None = None,
     key: StoreKey | None = None,
 ) -> CheckReport:
-    """Reads everything that counts, or what is in some segments; `on_progress` hears of every value's bytes.
+    """Verifies everything that counts, or the content of some segments; calls `on_progress` with the size of each value.
 
-    With a key, values that are stamped with it must have been written by somebody who has it, and so must their neighbours.
+    With a key, values stamped with it must have been written by a holder of it, and so must their neighbours.
     Raises OSError when a file cannot be opened.
     """
     damage: list[Damage] = []
@@ -93,7 +91,7 @@ def check(
         try:
             fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
         except FileNotFoundError:
-            continue  # written over by the process that has the log open
+            continue  # overwritten by the process that has the log open
         try:
             gaps, seen = _gaps(state, segment, fd)
             found = [_place(gap.segment, gap.offset, gap.size, "no valid header") for gap in gaps]
@@ -116,7 +114,7 @@ def check(
 
 
 def lost_files(found: Recovered) -> list[Damage]:
-    """Whole files that a log should have: its saved index, the list of its segments, and those that these name."""
+    """Whole files that a log should have: its saved index, the list of its segments, and the segments that these name."""
     broken = [
         Damage(file=file, offset=0, size_bytes=0, reason=reason, segment=_NO_SEGMENT)
         for file, reason, is_broken in (
@@ -136,14 +134,14 @@ def _place(number: int, offset: int, size: int, reason: str) -> Damage:
 
 
 def _gaps(state: LogState, segment: Segment, fd: int) -> tuple[list[Gap], int]:
-    """Places without a valid header before the end of what was written, and how many batches there are."""
+    """Places without a valid header before the end of the written part, and the number of batches."""
     seed, size = state.seed, state.budget.segment_bytes
     gaps, batches = [], 0
     there = state.disk.size(fd) // BLOCK_BYTES * BLOCK_BYTES
     for item in scan(state.disk, fd, segment=segment.id, start=0, seed=seed, segment_bytes=size):
         if isinstance(item, Batch):
             batches += item.offset < segment.end
-            there = max(there, item.end)  # a file may have been cut off within a batch
+            there = max(there, item.end)  # a file may have been truncated within a batch
         elif item.offset < segment.end:
             gaps.append(Gap(segment=segment.id, offset=item.offset, size=min(item.size, segment.end - item.offset)))
     if there < segment.end:
@@ -159,7 +157,7 @@ def _is_of_another_store(state: LogState, fd: int) -> bool:
 def _values(
     state: LogState, segment: Segment, fd: int, gaps: list[Gap], on_progress: Callable[[int], None], verify: _Verify
 ) -> Iterator[Damage]:
-    """The values of a segment that are not what they were, in the order they lie there."""
+    """The damaged values of a segment, in the order they lie there."""
     columns, rows = state.index.columns, state.index.rows_in(segment.id)
     rows = rows[np.argsort(columns.offset[rows], kind="stable")]
     buffer = memoryview(bytearray(int(columns.length[rows].max()) if len(rows) else 0))
@@ -173,14 +171,14 @@ def _values(
         except OSError:
             reason = UNREADABLE
         if reason == Verdict.INTACT.value and any(gap.offset <= offset < gap.offset + gap.size for gap in gaps):
-            reason = HEADER_DAMAGED  # served as long as the snapshot knows of it, and lost with it
+            reason = HEADER_DAMAGED  # served as long as the snapshot knows it, and lost with it
         if reason != Verdict.INTACT.value:
             yield _value_damage(state, row, reason)
         on_progress(size)
 
 
 def _verifier(key: StoreKey | None, proven: set[bytes]) -> _Verify:
-    """What judges values; `proven` takes in the namespaces where a holder of the key wrote something."""
+    """The function that judges values; adds to `proven` the namespaces in which a holder of the key wrote a value."""
     if key is None:
         return verify_without_key
 

@@ -1,9 +1,9 @@
-"""A directory -> everything the log knew when it ended, however it ended. Reads only; raises nothing for any bytes.
+"""From a directory to everything that the log knew when it ended, however it ended. Reads only; never raises for its content.
 
-The snapshot is taken where it verifies, and the log is read from its position on; without one, all of it. Every batch
-up to the highest `settled` of any header was safe on disk before that header was written, and is believed by its header.
-The few later ones may be torn: each is believed only if the batch before it is, and every value in it verifies. What is
-not believed was never acknowledged; it is revoked with the next write, so that it never is.
+A snapshot that verifies is loaded, and the log is read from its position; without one, all of it is read. Every batch
+up to the highest `settled` of any header was safe on disk before that header was written, so its header is trusted.
+The few later ones may be torn: each is trusted only if the batch before it is, and every value in it verifies. Batches that
+are not trusted were never acknowledged; the next write revokes them for good.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from stepwell.store.log.state.index import Index
 from stepwell.store.log.state.segments import Segment
 from stepwell.store.seal import Verdict
 
-_BYTES_OF_ROWS = 2  # at most, for a byte of segments: a row is hardly larger than the entry in a header that it is made of
+_BYTES_OF_ROWS = 2  # at most, for a byte of segments: a row is hardly larger than its entry in a header
 _MOST_AHEAD = 2**32  # how far the number of an empty segment may be from the ones before
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovered:
-    """What was found. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
+    """The result. Batches after `believed` and before `next_seq` must be revoked before anything else is settled."""
 
     index: Index = field(default_factory=Index)
-    revoked: list[range] = field(default_factory=list)  # numbers of batches that must not be believed
+    revoked: list[range] = field(default_factory=list)  # numbers of batches that must not be trusted
     segments: list[Segment] = field(default_factory=list)
     next_seq: int = 1
     settled: int = 0
     believed: int = 0
-    doubtful: set[int] = field(default_factory=set)  # segments with batches that are believed, but maybe not safe on disk yet
-    damage: list[Gap] = field(default_factory=list)  # unreadable, with batches that count behind
+    doubtful: set[int] = field(default_factory=set)  # segments with trusted batches that may not be safe on disk yet
+    damage: list[Gap] = field(default_factory=list)  # unreadable, with valid batches after it
     batches_read: int = 0
     from_snapshot: bool = False
     snapshot_broken: bool = False  # there is a file, but it cannot be used
-    last_number: int = 0  # the highest that any segment had, as far as anybody remembers
-    segment_list: SegmentList | None = None  # the list of segments; None when there is none
-    gone: list[SegmentInfo] = field(default_factory=list)  # segments that should be there
-    cut: list[Gap] = field(default_factory=list)  # the ends of segments whose files are too short, beyond what is known of them
-    strays: list[str] = field(default_factory=list)  # files with numbers that no log reaches by itself
+    last_number: int = 0  # the highest known number of any segment
+    segment_list: SegmentList | None = None  # the list of segments; None if there is none
+    gone: list[SegmentInfo] = field(default_factory=list)  # segments that should exist
+    cut: list[Gap] = field(default_factory=list)  # the missing ends of segments whose files are too short
+    strays: list[str] = field(default_factory=list)  # files with numbers that a log never reaches by itself
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class _Found:
 
 
 def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: bool = True) -> Recovered:
-    """Everything that counts in a directory. Raises OSError only where the disk itself does."""
+    """Everything that counts in a directory. Raises OSError only if the disk fails."""
     most_bytes = _BYTES_OF_ROWS * len(disk.names(directory)) * block.segment_bytes
     listed = segment_list.read(disk, directory, seed=block.seed, segment_bytes=block.segment_bytes)
     content = snapshot.read(disk, directory, seed=block.seed, most_bytes=most_bytes) if use_snapshot else None
-    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may have gone since
+    numbers = sorted(filter(None, map(segment_number, disk.names(directory))))  # later: what it names may be gone by then
     shot = snapshot.decode(content, seed=block.seed, segment_bytes=block.segment_bytes) if content else None
     result = Recovered()
     if shot is not None and not _load(result, shot, numbers):
@@ -96,7 +96,7 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
         _replay(disk, directory, result, one, revoked, by_number)
         result.segments.append(one.segment)
     for info in listed.segments if listed is not None else ():
-        if (segment := by_number.get(info.id)) is not None:  # as far as it was written, whatever is left of that
+        if (segment := by_number.get(info.id)) is not None:  # as far as it was written, even if less remains
             segment.end, segment.first_seq = max(segment.end, info.end), min(segment.first_seq, info.first_seq)
     for number, size in sizes.items():
         if size is not None and by_number[number].end <= size < block.segment_bytes:
@@ -105,7 +105,7 @@ def recover(disk: Disk, directory: Path, block: Superblock, *, use_snapshot: boo
 
 
 def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> bool:
-    """Takes over a snapshot, without what lay in segments that are gone; False when it contradicts itself."""
+    """Loads a snapshot, except for values in segments that no longer exist; False if it contradicts itself."""
     there = np.isin(shot.columns["segment"], np.array(numbers, np.int64))
     columns = shot.columns if there.all() else {name: column[there] for name, column in shot.columns.items()}
     result.next_seq, result.settled, result.from_snapshot = shot.next_seq, shot.settled, True
@@ -116,10 +116,10 @@ def _load(result: Recovered, shot: snapshot.Snapshot, numbers: list[int]) -> boo
 def _gone(
     shot: snapshot.Snapshot | None, listed: SegmentList | None, there: set[int], *, nothing_since: bool
 ) -> list[SegmentInfo]:
-    """Segments that are not there, but should be.
+    """Segments that should exist, but do not.
 
-    All that the list names. Of those a snapshot names, and that held something that counts, the ones that are newer than the
-    list; without a list all of them, as long as nothing was written since the snapshot, and so nothing was written over.
+    These are all that the list names, and those named by the snapshot that held valid data and are newer than the list. Without a
+        list they are all that the snapshot names, if nothing was written since, so nothing was overwritten.
     """
     gone = {info.id: info for info in listed.segments if info.id not in there} if listed is not None else {}
     if shot is not None and (nothing_since or (listed is not None and listed.usable)):
@@ -147,7 +147,7 @@ def _find(
     try:
         fd = disk.open(path_of(directory, number), writable=False)
     except FileNotFoundError:
-        one.size = -1  # the store is open elsewhere, and wrote over it just now
+        one.size = -1  # another process has the store open, and just overwrote it
         return one
     try:
         one.size = disk.size(fd)
@@ -160,7 +160,7 @@ def _find(
 def _replay(
     disk: Disk, directory: Path, result: Recovered, one: _Found, revoked: list[range], segments: Mapping[int, Segment]
 ) -> None:
-    """Applies the batches of a segment that count. Segments come in order, so batches do."""
+    """Applies the valid batches of a segment. Segments come in order, so batches do."""
     gap: Gap | None = None
     for item in one.items:
         if isinstance(item, Gap):
@@ -186,20 +186,20 @@ def _replay(
 
 
 def _note_moves(index: Index, batch: Batch, segments: Mapping[int, Segment]) -> None:
-    """Values that a batch holds again were copied there: the bytes they had before stay where they are."""
+    """Values that a batch holds again were copied there: their earlier bytes stay on disk as stale."""
     known = index.rows_of(batch.space.digest) if batch.kind is BatchKind.PUT else {}
     for key in known.keys() & batch.keys() if known else ():
         segments[int(index.columns.segment[known[key]])].stale += 1
 
 
 def _whole(disk: Disk, directory: Path, batch: Batch) -> bool:
-    """Whether every value of a batch is what its stamp says. Reads all of them."""
+    """Whether every value of a batch matches its stamp. Reads all of them."""
     if batch.kind is not BatchKind.PUT:
         return True
     try:
         fd = disk.open(path_of(directory, batch.segment), writable=False)
     except FileNotFoundError:
-        return False  # the store is open elsewhere, and wrote over it just now
+        return False  # another process has the store open, and just overwrote it
     try:
         if batch.end > disk.size(fd):
             return False

@@ -1,6 +1,6 @@
-"""What a check found, put right: damaged values are deleted, damaged headers covered by a filler.
+"""Repairs what a check found: deletes damaged values, and covers damaged headers with a filler.
 
-What is whole, but described by nothing except a damaged header and the saved index, is copied elsewhere first.
+Intact values that only a damaged header and the saved index describe are copied elsewhere first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repair(state: LogState, writer: Writer, damage: Sequence[Damage]) -> None:
 
 
 def _hide_again(state: LogState, writer: Writer) -> None:
-    """Deletes once more what would come back without the saved index: a damaged header may be that of a delete or a clear."""
+    """Repeats deletions whose tombstones may be lost: a damaged header may be that of a delete or a clear."""
     budget = state.budget
     block = Superblock(budget_bytes=budget.total_bytes, segment_bytes=budget.segment_bytes, seed=state.seed)
     anew = recover(state.disk, state.directory, block, use_snapshot=False).index
@@ -47,7 +47,7 @@ def _hide_again(state: LogState, writer: Writer) -> None:
 
 
 def _move_values(state: LogState, writer: Writer, number: int, values: Sequence[Damage]) -> None:
-    """Copies values of a segment elsewhere, a few at a time: with their headers, always fewer than a segment has room for."""
+    """Copies values of a segment elsewhere, a few at a time: with their headers, always less than a segment can hold."""
     offsets, columns = np.array([one.offset for one in values], np.int64), state.index.columns
     at_once = state.budget.relocate_bytes // (2 * BLOCK_BYTES)
     while (segment := state.segments.table.get(number)) is not None:
@@ -65,7 +65,7 @@ def _digest(one: Damage) -> bytes:
 
 
 def _fill(state: LogState, gap: Damage) -> None:
-    """Puts a header over a damaged one that says: nothing here. A crash leaves the damage, or the filler."""
+    """Replaces a damaged header with one that describes nothing. A crash leaves the damage, or the filler."""
     segment = state.segments.table.get(gap.segment)
     if segment is None or gap.offset + gap.size_bytes > state.budget.segment_bytes:
         return
@@ -79,7 +79,7 @@ def _fill(state: LogState, gap: Damage) -> None:
         state.segments.pin(segment.id)
     state.next_seq += 1
     try:
-        state.disk.allocate(segment.fd, state.budget.segment_bytes)  # it may have been cut off
+        state.disk.allocate(segment.fd, state.budget.segment_bytes)  # it may have been truncated
         state.disk.write(segment.fd, [header], gap.offset)
         state.disk.sync(segment.fd)
     finally:

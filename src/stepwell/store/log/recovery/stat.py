@@ -1,4 +1,4 @@
-"""What a log store holds, in figures. Counts; changes nothing."""
+"""Figures of what a log store holds. Counts; changes nothing."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which value stands on which, the level that counts for each, and which values of a tenant with a quota are evicted first.
+"""Which value depends on which, the effective level of each, and the order in which values of a tenant with a quota are evicted.
 
-A value's level counts for its parent as well, so the level that counts is the highest of the value and of all its descendants.
-It is kept up to date with every change, step by step towards the root for as long as something changes. Nothing here looks at
+A value's level counts for its parent as well, so the effective level is the highest of the value and of all its descendants.
+It is kept up to date with every change, step by step towards the root for as long as something changes. Nothing here visits
 all values, except `build`, once after opening.
 
     parent[row] <- row        first[row] -> child <-> child <-> child      (next, before)
 
-The order of eviction is (level that counts, last use, deepest first): no value comes before one that stands on it. A value is
-linked to its parent only when it is deeper, so chains never end in a circle, whatever was written. No files, no locks.
+The order of eviction is (effective level, last use, deepest first): no value comes before one that depends on it. A value is
+linked to its parent only if it is deeper, so chains are never circular, whatever was written. No files, no locks.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from stepwell.store.log.state.columns import Columns, Rows
 
 DEPTH_BITS = 20  # deeper values count as equally deep
 LEVEL_SHIFT = 61  # the two bits below the sign
-_MOST_USED = (1 << (LEVEL_SHIFT - DEPTH_BITS)) - 1  # what is left for the last use: no log gets there
-_NONE = -1  # where a row is expected
+_MOST_USED = (1 << (LEVEL_SHIFT - DEPTH_BITS)) - 1  # the bits left for the last use: no log reaches the end
+_NONE = -1  # in place of a row
 _NUM_LEVELS = len(Level)
-_LEAST_ENTRIES = 64  # of a queue before it is made anew
+_LEAST_ENTRIES = 64  # of a queue before it is rebuilt
 
 
 class Queue:
-    """The values of one tenant that have no children, in the order of eviction. Using a value costs nothing: an entry whose
-    value was used since moves back when it reaches the front. An entry that no longer counts is dropped there."""
+    """The values of one tenant that have no children, in the order of eviction. A use of a value costs nothing: an entry whose
+    value was used since then moves back when it reaches the front. A stale entry is dropped there."""
 
     def __init__(self) -> None:
-        self.heap: list[tuple[int, int, int]] = []  # rank then, number of the entry, row
+        self.heap: list[tuple[int, int, int]] = []  # rank at that time, number of the entry, row
         self.num_live = 0
 
 
@@ -47,21 +47,21 @@ class Chains:
 
     def __init__(self, columns: Columns, tenants: Iterable[str]) -> None:
         self.tenants = {tenant: Queue() for tenant in tenants}
-        self.lowered: set[int] = set()  # segments with values whose level fell, for whoever orders segments
+        self.lowered: set[int] = set()  # segments with values whose level fell, for the code that orders segments
         self._columns = columns
         self._queue_of: dict[int, Queue] = {}  # by number of the space
-        self._absent: dict[int, dict[bytes, set[int]]] = {}  # space -> key of a parent that is not there -> its children
+        self._absent: dict[int, dict[bytes, set[int]]] = {}  # space -> key of a missing parent -> its children
         self._parent, self._first, self._next, self._before = (array("i") for _ in range(4))
         self._above = array("i")  # children by level, `_NUM_LEVELS` for each row
         self._entry = array("q")  # number of the entry in a queue; 0 for none
         self._num_entries = 0
-        self.top = bytearray()  # the level that counts
+        self.top = bytearray()  # the effective level
         self._grow()
 
     # ---- questions --------------------------------------------------------------------------------
 
     def ranks(self, rows: Rows) -> npt.NDArray[np.int64]:
-        """Where values stand in the order of eviction: the lowest goes first."""
+        """The positions of values in the order of eviction: the lowest is evicted first."""
         columns = self._columns
         used = np.minimum(columns.used[rows], _MOST_USED)
         levels = np.frombuffer(self.top, np.uint8)[rows].astype(np.int64)
@@ -69,7 +69,7 @@ class Chains:
         return ranks
 
     def with_descendants(self, rows: Rows) -> Rows:
-        """Values and all that stand on them, the first to be evicted first."""
+        """Values and all their descendants, in the order of eviction."""
         found, left = set(rows.tolist()), rows.tolist()
         while left:
             child = self._first[left.pop()]
@@ -84,19 +84,19 @@ class Chains:
     # ---- orders -----------------------------------------------------------------------------------
 
     def name(self, number: int, tenant: str) -> None:
-        """A space has this number from now on, and its values count for this tenant."""
+        """Assigns a number to a space, and its values to a tenant."""
         if tenant in self.tenants:
             self._queue_of[number] = self.tenants[tenant]
 
-    def forget_space(self, number: int) -> None:
-        """A space holds nothing any more, or soon will: see `wipe`."""
+    def drop_space(self, number: int) -> None:
+        """Drops a space that is empty, or soon will be: see `wipe`."""
         self._queue_of.pop(number, None)
         self._absent.pop(number, None)
 
     def enter(
         self, number: int, rows: Sequence[int], parents: Sequence[bytes], keys: Sequence[bytes], known: Mapping[bytes, int]
     ) -> None:
-        """Links new values of one space, all of them known by now."""
+        """Links new values of one space; their rows are filled in."""
         self._grow()
         for row in rows:
             self.top[row] = self._columns.level[row]
@@ -113,7 +113,7 @@ class Chains:
             self._push(row)
 
     def leave(self, rows: Iterable[int]) -> None:
-        """Takes values out of their chains: they are about to be removed."""
+        """Removes values from their chains, before they are removed from the index."""
         columns = self._columns
         for row in rows:
             absent = self._absent.setdefault(int(columns.space[row]), {})
@@ -134,7 +134,7 @@ class Chains:
             self._reset(row)
 
     def wipe(self, number: int, rows: Rows) -> None:
-        """Values of a space that is cleared as a whole leave: nothing in their chains stays."""
+        """Removes the values of a space that is cleared completely: no value of their chains stays."""
         entries = np.frombuffer(self._entry, np.int64)
         if (queue := self._queue_of.get(number)) is not None:
             queue.num_live -= int(np.count_nonzero(entries[rows]))
@@ -144,12 +144,12 @@ class Chains:
         np.frombuffer(self._above, np.int32).reshape(-1, _NUM_LEVELS)[rows] = 0
 
     def relevel(self, rows: Iterable[int]) -> None:
-        """The levels of these values were changed."""
+        """Updates the chains after the levels of these values were changed."""
         for row in rows:
             self._settle_level(row)
 
     def take_first(self, tenant: str) -> int | None:
-        """The value of a tenant that goes first, out of its chain now; None when it has none. The caller removes it."""
+        """Removes a tenant's first value from its chain and returns it; None if there is none. The caller removes the value."""
         queue = self.tenants[tenant]
         while queue.heap:
             rank, number, row = queue.heap[0]
@@ -191,7 +191,7 @@ class Chains:
         self._push(parent)
 
     def _settle_level(self, row: int) -> None:
-        """Works out the level that counts for a value, and for those it stands on as far as it changes theirs."""
+        """Updates the effective level of a value, and of its ancestors as far as theirs change."""
         while row != _NONE:
             level = _NUM_LEVELS - 1
             own, before = int(self._columns.level[row]), self.top[row]
@@ -230,7 +230,7 @@ class Chains:
         return (self.top[row] << LEVEL_SHIFT) + (used << DEPTH_BITS) - int(columns.depth[row])
 
     def _push(self, row: int, *, again: bool = False) -> None:
-        """Queues a value without children, where its tenant has a queue. Again: an earlier entry no longer counts."""
+        """Queues a value without children, if its tenant has a queue. `again` invalidates an earlier entry."""
         if not self._queue_of or self._first[row] != _NONE or (self._entry[row] and not again):
             return
         queue = self._queue_of.get(int(self._columns.space[row]))
@@ -252,7 +252,7 @@ class Chains:
     # ---- after opening ----------------------------------------------------------------------------
 
     def build(self, spaces: Mapping[int, Mapping[bytes, int]]) -> None:
-        """Links everything that an index holds. The only look at all values."""
+        """Links everything that an index holds. The only visit to all values."""
         columns, rows = self._columns, self._columns.held()
         parents = self._find_parents(rows, spaces)
         linked = parents != _NONE
@@ -277,7 +277,7 @@ class Chains:
             self._push(row)
 
     def _raise_above(self, rows: Rows, level: int) -> None:
-        """Before children are counted: what these stand on counts for at least this level."""
+        """Before children are counted: raises the parents of these values to at least this level."""
         parents, top = np.frombuffer(self._parent, np.int32), np.frombuffer(self.top, np.uint8)
         seen_at = np.zeros(len(top), np.int64)
         while len(rows):
@@ -285,11 +285,11 @@ class Chains:
             rows = rows[(rows != _NONE) & (top[rows] < level)]
             top[rows] = level
             places = np.arange(len(rows))
-            seen_at[rows] = places  # of a parent that several share, the last
+            seen_at[rows] = places  # if several share a parent, the last
             rows = rows[seen_at[rows] == places]
 
     def _find_parents(self, rows: Rows, spaces: Mapping[int, Mapping[bytes, int]]) -> npt.NDArray[np.int64]:
-        """The row of what each of these values stands on, -1 for nothing; notes down those whose parent is not there."""
+        """The row of each value's parent, -1 for none; records the values whose parent is missing."""
         columns, found = self._columns, np.full(len(rows), _NONE, np.int64)
         if not len(rows):
             return found
@@ -310,7 +310,7 @@ class Chains:
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self, spaces: Mapping[int, Mapping[bytes, int]]) -> None:
-        """Asserts that links, levels and queues are what a look at all values says."""
+        """Asserts that links, levels and queues agree with a visit to all values."""
         columns, children = self._columns, dict[int, set[int]]()
         queued = {row for queue in self.tenants.values() for _, number, row in queue.heap if self._entry[row] == number}
         assert sum(queue.num_live for queue in self.tenants.values()) == len(queued), f"{len(queued)=} values are queued"
@@ -320,7 +320,7 @@ class Chains:
                 key = columns.parent[row].tobytes()
                 parent = known.get(key, _NONE) if key != NO_PARENT else _NONE
                 deeper = parent != _NONE and columns.depth[row] > columns.depth[parent]
-                assert self._parent[row] == (parent if deeper else _NONE), f"row {row} stands on {parent}: {self._parent[row]}"
+                assert self._parent[row] == (parent if deeper else _NONE), f"row {row} depends on {parent}: {self._parent[row]}"
                 if deeper:
                     children.setdefault(parent, set()).add(row)
                 assert (row in queued) == (number in self._queue_of and self._first[row] == _NONE), f"row {row} is not queued"
@@ -328,7 +328,7 @@ class Chains:
                 assert key not in known and waiting, f"values wait for {key.hex()}, which is there"
                 for row in waiting:
                     name, parent = columns.key[row].tobytes(), columns.parent[row].tobytes()
-                    assert known.get(name) == row and parent == key, f"row {row} waits for {key.hex()}, stands on {parent.hex()}"
+                    assert known.get(name) == row and parent == key, f"row {row} waits for {key.hex()}, depends on {parent.hex()}"
         for row in every:
             listed, child = deque[int](), self._first[row]
             while child != _NONE:

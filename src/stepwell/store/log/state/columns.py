@@ -13,11 +13,11 @@ Rows = npt.NDArray[np.int64]
 Bytes2D = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
-NO_SEGMENT = 0  # of a row that holds no value: segments are numbered from 1
+NO_SEGMENT = 0  # of an empty row: segments are numbered from 1
 
 
 class Columns:
-    """One row per value. Every column is as long as `capacity`; rows are handed out and taken back by number."""
+    """One row per value. Every column has `capacity` entries; rows are allocated and freed by number."""
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -38,7 +38,7 @@ class Columns:
     level: npt.NDArray[np.uint8]
 
     def take(self, count: int) -> list[int]:
-        """Rows that hold nothing yet."""
+        """Allocates empty rows."""
         while len(self._free) < count:
             self._grow(max(1024, 2 * self.capacity))
         taken = self._free[-count:] if count else []
@@ -50,8 +50,8 @@ class Columns:
         self._free += rows.tolist()
 
     def fill(self, columns: dict[str, npt.NDArray[Any]]) -> None:
-        """Takes over whole columns, all rows in use. Only for columns that hold nothing yet."""
-        assert not self.capacity, f"{self.capacity=} rows are there already"
+        """Loads whole columns, all rows in use. Only for columns that hold nothing yet."""
+        assert not self.capacity, f"{self.capacity=} rows exist already"
         for name, column in columns.items():
             setattr(self, name, column)
         self.capacity = len(self.segment)

@@ -1,11 +1,11 @@
-"""Where every value is, its level and its last use: keys to rows, bytes per space, tenant and segment. No files, no locks.
+"""The place, level and last use of every value: keys to rows, bytes per space, tenant and segment. No files, no locks.
 
-Reading or writing a value is a use of it and of all it stands on, so a value was never used later than its parent.
-Values are evicted in the order (level, used, deepest first): children before parents, manifests before members. Which value
-stands on which, and the level that counts for it, is kept in `chains.py` once the log is open for writing (`keep_order`).
+A read or write of a value is a use of it and of all its ancestors, so a value was never used later than its parent.
+Values are evicted in the order (level, used, deepest first): children before parents, manifests before members. `chains.py`
+keeps the dependencies and effective levels once the log is open for writing (`keep_order`).
 
-A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So what a piece
-stands on is only noted down, and walked to its start once, latest first, when somebody wants to know (`settle_uses`).
+A long prompt is read and written a piece at a time, and every piece is a use of everything before it. So a use of ancestors is
+only recorded, and applied by one walk to the root, latest use first, when the uses are needed (`settle_uses`).
 
 A row of columns takes about 180 bytes per value, the dictionaries as much again, and the chains about 50.
 """
@@ -30,41 +30,41 @@ from stepwell.store.log.state.chains import DEPTH_BITS, Chains
 from stepwell.store.log.state.columns import NO_SEGMENT, Columns, Rows
 
 _MAX_DEPTH = (1 << DEPTH_BITS) - 1
-_MOST_NOTES = 1 << 12  # walks put off: readers wait while they are made up for
-_SLICE = 1 << 15  # values forgotten at once
+_MOST_NOTES = 1 << 12  # deferred walks: readers wait while they are made
+_SLICE = 1 << 15  # values deleted at once
 
 
 class Index:
-    """All values that can be served. Every method that changes something says what; callers bring the lock."""
+    """All values that can be served. Every method that changes something says what; callers hold the lock."""
 
     def __init__(self) -> None:
         self.columns = Columns()
         self.tick = 1
-        self.spaces: list[Space | None] = []  # by number, None where it is free; the first of a digest names tenant and label
+        self.spaces: list[Space | None] = []  # by number, None where free; the first of a digest determines tenant and label
         self.num_values = 0
-        self.total_bytes = 0  # on disk, of values that count
+        self.total_bytes = 0  # on disk, of valid values
         self.live_bytes: dict[int, int] = {}  # the same, by segment
-        self.lighter: set[int] = set()  # segments that lost values, for whoever orders segments
+        self.lighter: set[int] = set()  # segments that lost values, for the code that orders segments
         self.space_bytes: list[int] = []  # bytes on disk, by space
         self.value_bytes: list[int] = []  # bytes as they were given, by space
         self._tenant_bytes: dict[str, int] = {}  # and by tenant, for those that have any
         self._numbers: dict[bytes, int] = {}
         self._free_numbers: list[int] = []
         self._rows: list[dict[bytes, int]] = []
-        self._in_segment: dict[int, array[int]] = {}  # rows that were put there; some may be elsewhere by now
-        self._chains: Chains | None = None  # while nothing is evicted
+        self._in_segment: dict[int, array[int]] = {}  # rows that were put there; some may have moved since
+        self._chains: Chains | None = None  # None while nothing is evicted
         self._notes: list[tuple[int, bytes, bytes]] = []  # tick, space and key of a use that was not walked yet; ticks go up
 
     # ---- questions --------------------------------------------------------------------------------
 
     def rows_of(self, digest: bytes) -> dict[bytes, int]:
-        """Keys to rows of one space; empty for one never seen. For reading only."""
+        """Keys to rows of one space; empty for an unknown one. For reading only."""
         number = self._numbers.get(digest)
         return {} if number is None else self._rows[number]
 
     @property
     def num_spaces(self) -> int:
-        """Those that hold something."""
+        """The number of spaces that are not empty."""
         return len(self._numbers)
 
     def space(self, number: int) -> Space:
@@ -73,12 +73,12 @@ class Index:
         return space
 
     def space_of(self, digest: bytes) -> Space | None:
-        """A space as it was first seen; None when it holds nothing."""
+        """A space as it was first seen; None if it is empty."""
         number = self._numbers.get(digest)
         return None if number is None else self.spaces[number]
 
     def largest_spaces(self, most: int) -> list[SpaceSize]:
-        """Those that take up most, largest first."""
+        """The spaces with the most bytes, largest first."""
         numbers = nlargest(most, self._numbers.values(), key=self.space_bytes.__getitem__)
         return [
             SpaceSize(space=self.space(number), values=len(self._rows[number]), used_bytes=self.space_bytes[number])
@@ -86,24 +86,24 @@ class Index:
         ]
 
     def rows_in(self, segment: int) -> Rows:
-        """The values of one segment. Looks at no others."""
+        """The values of one segment. Visits no others."""
         rows = np.unique(np.array(self._in_segment.get(segment, ()), np.int64))
         found: Rows = rows[self.columns.segment[rows] == segment]
         return found
 
     @property
     def chains(self) -> Chains:
-        assert self._chains is not None, "no order is kept: this log is only looked at"
+        assert self._chains is not None, "no order is kept: this log is open for reading only"
         return self._chains
 
     def tenant_bytes(self, tenant: str) -> int:
-        """What a tenant's values take up, in all its spaces. As quick with many spaces as with one: every write asks."""
+        """The bytes of a tenant's values in all its spaces. Takes the same time for any number of spaces: every write asks."""
         return self._tenant_bytes.get(tenant, 0)
 
     # ---- orders -----------------------------------------------------------------------------------
 
     def _number(self, space: Space) -> int:
-        """The number of a space, given to it now if it has none. It must hold something soon."""
+        """The number of a space, assigned now if it has none. The caller must add a value soon."""
         number = self._numbers.get(space.digest)
         if number is None:
             if not self._free_numbers:
@@ -118,20 +118,20 @@ class Index:
                 self._chains.name(number, space.tenant)
         return number
 
-    def _forget_if_empty(self, number: int) -> None:
-        """A space that holds nothing is no more: clients name as many as they like."""
+    def _drop_if_empty(self, number: int) -> None:
+        """Drops a space that holds nothing: clients may create any number of them."""
         space = self.spaces[number]
         if space is not None and not self._rows[number]:
             assert not self.space_bytes[number], f"space {number} holds nothing, counted {self.space_bytes[number]} bytes"
             del self._numbers[space.digest]
             self.spaces[number] = None
-            self._rows[number] = {}  # one that was large stays so
+            self._rows[number] = {}  # a dictionary that was large stays so
             if self._chains is not None:
-                self._chains.forget_space(number)
+                self._chains.drop_space(number)
             self._free_numbers.append(number)
 
     def keep_order(self, tenants: Iterable[str]) -> None:
-        """From now on chains are kept, and the order of eviction of these tenants. Looks at all values, once."""
+        """From now on maintains chains, and the order of eviction of these tenants. Visits all values, once."""
         self.settle_uses()
         self._chains = Chains(self.columns, tenants)
         for number, space in enumerate(self.spaces):
@@ -139,14 +139,14 @@ class Index:
                 self._chains.name(number, space.tenant)
         self._chains.build(dict(enumerate(self._rows)))
 
-    def forget_segment(self, segment: int) -> None:
-        """A segment is about to be written over: no value is in it any more."""
+    def drop_segment(self, segment: int) -> None:
+        """Drops a segment that is about to be overwritten: no value is in it any more."""
         left = self.live_bytes.pop(segment, 0)
         assert not left, f"segment {segment} still holds {left} bytes"
         self._in_segment.pop(segment, None)
 
     def apply(self, batch: Batch) -> Iterator[None]:
-        """Does what a batch says, in one step or, a clear, in many. The same when it is written and when it is read."""
+        """Applies a batch, in one step or, a clear, in many. The same when it is written and when it is read."""
         digest, as_of = batch.space.digest, batch.entries["as_of"]
         if batch.kind is BatchKind.PUT:
             self.put(batch, used=self.next_tick())
@@ -161,12 +161,12 @@ class Index:
         return self.tick
 
     def use(self, digest: bytes, keys: Sequence[bytes], rows: Rows) -> None:
-        """Marks the values of these keys, in these rows, and all they stand on, as used in this tick."""
+        """Marks the values of these keys, in these rows, and all their ancestors, as used in this tick."""
         self.columns.used[rows] = self.tick
         self.note_use(digest, set(split(self.columns.parent[rows])).difference(keys))
 
     def relevel(self, digest: bytes, keys: Sequence[bytes], level: Level) -> int:
-        """Says anew what values are worth, which is a use of them; returns how many of them there are."""
+        """Changes the level of values, which is a use of them; returns how many of them are present."""
         known = self.rows_of(digest)
         there = [key for key in keys if key in known]
         rows = np.fromiter(map(known.__getitem__, there), np.int64, len(there))
@@ -178,13 +178,13 @@ class Index:
         return len(set(there))
 
     def note_use(self, digest: bytes, keys: Iterable[bytes]) -> None:
-        """Values that may or may not be there, and all they stand on, count as used in this tick."""
+        """Marks values that may or may not be present, and all their ancestors, as used in this tick."""
         self._notes += [(self.tick, digest, key) for key in keys]
         if len(self._notes) > _MOST_NOTES:
             self.settle_uses()
 
     def settle_uses(self) -> None:
-        """Walks what was noted: `used` is as if every use had been walked when it happened."""
+        """Walks the recorded uses: afterwards `used` is as if every use had been walked at once."""
         used, parent = self.columns.used, self.columns.parent
         for tick, digest, key in reversed(self._notes):  # the latest first: the walks of earlier ones end where it was
             known = self.rows_of(digest)
@@ -194,7 +194,7 @@ class Index:
         self._notes.clear()
 
     def put(self, batch: Batch, *, used: int) -> None:
-        """Takes in the values of a batch. One that is known already has moved here, and keeps its last use."""
+        """Adds the values of a batch. A value that is known already has moved here, and keeps its last use."""
         number, columns, entries = self._number(batch.space), self.columns, batch.entries
         known, keys = self._rows[number], batch.keys()
         spare = columns.take(len(keys) if known.keys().isdisjoint(keys) else sum(key not in known for key in keys))
@@ -224,26 +224,26 @@ class Index:
             self._chains.enter(number, rows.tolist(), split(entries["parent"]), keys, known)
 
     def remove(self, rows: Rows) -> None:
-        """Forgets values."""
+        """Removes values."""
         if not len(rows):
             return
-        self.settle_uses()  # while there is still a way from those that were used to what they stand on
+        self.settle_uses()  # while there still is a path from the used values to their ancestors
         if self._chains is not None:
             self._chains.leave(rows.tolist())
         numbers = self.columns.space[rows]
         for key, number in zip(split(self.columns.key[rows]), numbers.tolist(), strict=True):
             del self._rows[number][key]
-        self._let_go(rows)
+        self._remove(rows)
         for number in np.unique(numbers).tolist():
-            self._forget_if_empty(number)
+            self._drop_if_empty(number)
 
-    def _let_go(self, rows: Rows) -> None:
+    def _remove(self, rows: Rows) -> None:
         self._count(rows, -1)
         self.num_values -= len(rows)
         self.columns.give(rows)
 
     def erase(self, digest: bytes, keys: list[bytes], as_of: list[int]) -> int:
-        """Forgets the values of these keys that were written before; returns how many there were."""
+        """Removes the values of these keys that were written before; returns how many there were."""
         known = self.rows_of(digest)
         there = [(known[key], before) for key, before in zip(keys, as_of, strict=True) if key in known]
         rows, before = np.array(there, np.int64).reshape(-1, 2).T
@@ -252,9 +252,9 @@ class Index:
         return len(rows)
 
     def clear(self, digest: bytes, as_of: int) -> Iterator[None]:
-        """Forgets every value of a space that was written before, a slice at a time: the lock may be given back in between.
+        """Removes every value of a space that was written before, a slice at a time: the lock may be released in between.
 
-        From the first slice on nobody finds any of them. Until the last one, no value may be written, and no segment reclaimed.
+        None of them can be found after the first slice. Until the last one, no value may be written and no segment reclaimed.
         """
         number = self._numbers.get(digest)
         if number is None:
@@ -268,15 +268,15 @@ class Index:
                 self._chains.wipe(number, rows)
             if later.any():
                 self._rows[number].update(zip(split(self.columns.key[rows[later]]), rows[later].tolist(), strict=True))
-            self._let_go(rows[~later])
+            self._remove(rows[~later])
             yield
-        while known:  # its keys are given back to the machine bit by bit, too
+        while known:  # its keys are freed bit by bit, too
             deque(islice(iter(known.popitem, None), min(_SLICE, len(known))), maxlen=0)
             yield
-        self._forget_if_empty(number)
+        self._drop_if_empty(number)
 
     def load(self, spaces: list[Space], columns: dict[str, npt.NDArray[Any]], tick: int) -> bool:
-        """Takes over the rows of a snapshot; whether no key came twice. Only for an index that holds nothing yet."""
+        """Loads the rows of a snapshot; returns whether all keys differ. Only for an empty index."""
         self.columns.fill(columns)
         self.tick, self.num_values = tick, self.columns.capacity
         for space in spaces:
@@ -292,11 +292,11 @@ class Index:
         for segment, start, end in zip(each.tolist(), starts.tolist(), [*starts[1:].tolist(), len(order)], strict=False):
             self._in_segment[segment] = array("q", order[start:end].astype(np.int64).tobytes())
         for number in range(len(spaces)):
-            self._forget_if_empty(number)
+            self._drop_if_empty(number)
         return sum(map(len, self._rows)) == self.num_values
 
     def dump(self) -> tuple[list[Space], dict[str, npt.NDArray[Any]]]:
-        """The spaces that hold something and the rows of all values, as `load` takes them. Copies, so the index may change.
+        """The spaces that are not empty and the rows of all values, as `load` takes them. Copies, so the index may change.
 
         Only for the one writer, after `settle_uses`. Needs no lock: values may be used, and their levels changed, meanwhile.
         """
@@ -309,7 +309,7 @@ class Index:
         return [self.space(number) for number in order], columns
 
     def _count(self, rows: Rows, sign: int) -> None:
-        """Keeps the sums per segment, per space and per tenant."""
+        """Updates the sums per segment, per space and per tenant."""
         if not len(rows):
             return
         lengths = self.columns.length[rows]
@@ -332,7 +332,7 @@ class Index:
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Asserts that the sums are the sums, and that nothing was used later than what it stands on."""
+        """Asserts that the sums are right, and that no value was used later than its parent."""
         self.settle_uses()
         columns, rows = self.columns, self.columns.held()
         assert len(rows) == self.num_values == sum(map(len, self._rows)), f"{len(rows)=} {self.num_values=}"

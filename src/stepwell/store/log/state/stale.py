@@ -1,8 +1,8 @@
-"""Which bytes on disk belong to no value any more, without a tombstone that says so: evicted, or copied elsewhere. No files.
+"""Bytes on disk that belong to no value any more, and to no tombstone: evicted, or copied elsewhere. No files.
 
-They would come back if their segment was read anew, so a delete or a clear has to cover them. Remembered since the log was
-opened, by space and eight bytes of each key. What an earlier opening left is only known by number: until those segments are
-written over, any key may have stale bytes there.
+They would come back if their segment was read again, so a delete or a clear has to cover them. Recorded since the log was
+opened, by space and eight bytes of each key. From earlier openings only the number of stale values is known: until those
+segments are overwritten, any key may have stale bytes there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from stepwell.store.log.state.segments import Segment
 class StaleValues:
     def __init__(self) -> None:
         self._prints: dict[int, dict[bytes, set[bytes]]] = {}  # segment -> space -> keys
-        self._known: dict[int, int] = {}  # segment -> how many those are
+        self._known: dict[int, int] = {}  # segment -> the number of those
 
     def add(self, segment: Segment, index: Index, rows: Rows) -> None:
-        """The values in these rows, of this segment, are about to be forgotten or elsewhere, and their bytes stay."""
+        """Records the values in these rows, of this segment, before they are removed or moved: their bytes stay."""
         segment.stale += len(rows)
         spaces, of_segment = index.columns.space[rows], self._prints.setdefault(segment.id, {})
         for number in np.unique(spaces).tolist():
@@ -36,13 +36,13 @@ class StaleValues:
             of_space.update(prints)
             self._known[segment.id] = self._known.get(segment.id, 0) + len(of_space) - before
 
-    def forget(self, segment: int) -> None:
-        """The bytes of a segment are no more."""
+    def drop_segment(self, segment: int) -> None:
+        """Drops a segment whose bytes no longer exist."""
         self._prints.pop(segment, None)
         self._known.pop(segment, None)
 
     def oldest(self, digest: bytes, keys: Sequence[bytes], segments: Iterable[Segment]) -> dict[bytes, int]:
-        """Those of the keys that may have bytes in one of these segments, each with the seq that they are not older than."""
+        """The keys that may have bytes in one of these segments, each with the oldest possible seq."""
         found: dict[bytes, int] = {}
         for segment in segments:
             prints = self._prints.get(segment.id, {}).get(digest, set())
@@ -54,7 +54,7 @@ class StaleValues:
         return found
 
     def oldest_of_space(self, digest: bytes, segments: Iterable[Segment]) -> int:
-        """The seq that all stale of a space are not older than; beyond all when it has none."""
+        """The oldest possible seq of all stale bytes of a space; beyond all if it has none."""
         theirs = (s for s in segments if self._has_unknown(s) or digest in self._prints.get(s.id, {}))
         return min((segment.first_seq for segment in theirs), default=SEQ_END)
 

@@ -1,8 +1,8 @@
-"""Batches to the end of the active segment: written in as few calls as possible, synced. Only for the one writer.
+"""Appends batches to the active segment: written in the fewest calls possible, synced. Only for the one writer.
 
-A value's bytes go from the caller's buffer to the disk. With direct transfers, what is not a multiple of a block at its
-end goes through a block of ours; a caller's buffer that does not begin at a multiple goes by the page cache instead.
-A failed append leaves the end of the log where it was: the next one writes over it, and revokes it first.
+A value's bytes go from the caller's buffer to the disk. With direct transfers, the last partial block goes through a block of
+ours; a caller's buffer that does not begin at a multiple of a block goes through the page cache instead. A failed append leaves
+the end of the log where it was: the next one overwrites it, and revokes it first.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Appender:
     def __init__(self, state: LogState) -> None:
         self._state = state
         self._scratch = Scratch()
-        self._moved_on = False  # since the last append that worked, a segment was left for a new one
+        self._moved_on = False  # a segment was replaced by a new one since the last successful append
 
     @property
-    def room(self) -> int:
-        """Bytes left in the active segment, less what has to be revoked first; 0 when nothing can be appended there."""
+    def free_bytes(self) -> int:
+        """Bytes left in the active segment, less the revocation that comes first; 0 if nothing can be appended there."""
         state, active = self._state, self._state.active
         if active is None or active.state is not State.ACTIVE:
             return 0
@@ -52,12 +52,12 @@ class Appender:
         return range(self._state.settled + 1, self._state.next_seq)
 
     def append(self, packed: Sequence[PackedBatch]) -> list[Batch]:
-        """The batches as they now are, safe on disk.
+        """Writes the batches; returns them as they now are, safe on disk.
 
-        Or raises OSError, or StoreError when the directory or the file is gone, and none of them will ever be believed.
+        Otherwise raises OSError, or StoreError if the directory or the file is gone, and none of them will ever be trusted.
         """
         state, active = self._state, self._state.active
-        assert active is not None and sum(one.total_bytes for one in packed) <= self.room, f"no room was made: {self.room=}"
+        assert active is not None and sum(one.total_bytes for one in packed) <= self.free_bytes, f"not enough: {self.free_bytes=}"
         revocation = self._revocation()
         packed = [*revocation, *packed]
         batches = self._place(active, packed)
@@ -65,12 +65,12 @@ class Appender:
             self._write(active, packed, batches)
             self._must_last(active)
         except (OSError, StoreError):
-            if not self._moved_on:  # the next try goes elsewhere, once: a disk that always fails must not cost all segments
+            if not self._moved_on:  # the next attempt goes elsewhere, once: a disk that always fails must not cost all segments
                 active.state = State.SEALED
                 self._moved_on = True
             raise
         finally:
-            self._scratch.give_back()
+            self._scratch.release()
         self._moved_on = False
         with state.changing():
             state.settled = batches[-1].seq
@@ -86,7 +86,7 @@ class Appender:
         return [one] if one is not None else []
 
     def _place(self, segment: Segment, packed: Sequence[PackedBatch]) -> list[Batch]:
-        """Gives each batch its place and number. Numbers are used up even when the write fails."""
+        """Assigns each batch its place and number. Numbers are used up even if the write fails."""
         state, batches, offset = self._state, [], segment.end
         for one in packed:
             batch = Batch(
@@ -94,7 +94,7 @@ class Appender:
                 total_bytes=one.total_bytes, seq=state.next_seq, settled=state.settled, space=one.space,
                 entries=one.entries,
             )  # fmt: skip
-            if one.kind is not BatchKind.PUT:  # a tombstone that is not relocated holds from now on
+            if one.kind is not BatchKind.PUT:  # a tombstone that is not relocated takes effect now
                 entries = one.entries.copy()
                 entries["as_of"][entries["as_of"] == HOLDS_FROM_NOW] = batch.seq
                 batch = replace(batch, entries=entries)
@@ -116,7 +116,7 @@ class Appender:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                direct = False  # a buffer does not begin at a multiple of a block; or this disk wants more than we know of
+                direct = False  # a buffer is not aligned to blocks, or this disk requires a larger alignment
                 if all(is_aligned(value) for one in packed for value in one.values if len(value) > INLINE_BYTES):
                     self._state.io_mode = replace(mode, direct_writes=False)
         if not direct:
@@ -124,21 +124,21 @@ class Appender:
         disk.sync(segment.fd)
 
     def _must_last(self, segment: Segment) -> None:
-        """Nothing is acknowledged that lies in a file or a directory which somebody removed. Raises StoreError."""
+        """Raises StoreError if the file or the directory was removed: nothing in it is acknowledged."""
         self._state.must_be_ours()
         if not self._state.disk.has_name(segment.fd):
             raise StoreError(
-                f"{name_of(segment.id)} was removed from {self._state.directory} while it was written; what was in it is lost"
+                f"{name_of(segment.id)} was removed from {self._state.directory} while it was written; its content is lost"
             )
 
     def _buffers(self, one: PackedBatch, batch: Batch) -> list[memoryview]:
-        """The header with its small values, then each value up to its last whole block, and that block filled with zeros."""
+        """The header with its small values, then each value up to its last whole block, and that block padded with zeros."""
         header = self._scratch.take_zeros(one.header_bytes)
         buffers = [header]
         lengths = batch.entries["length"]
         offsets = batch.entries["offset"].tolist() if one.values else []  # tombstones have entries without values
         if one.values and not (lengths % BLOCK_BYTES).any() and lengths.min() > INLINE_BYTES:
-            buffers += one.values  # whole blocks, all of them
+            buffers += one.values  # all of them whole blocks
             offsets = []
         for value, offset in zip(one.values if offsets else (), offsets, strict=True):
             if len(value) <= INLINE_BYTES:

@@ -1,11 +1,11 @@
-"""Room for more: the next segment to write to, reclaimed from the old ones when there are no more. Only for the writer.
+"""Space for new values: the next segment to write to, reclaimed from old ones when the budget is used up. Only for the writer.
 
-    1. the active segment is full: the spare takes its place, a free one that nobody reads or a new file
+    1. the active segment is full: the spare takes its place, a free segment without readers or a new file
     2. until there is a spare again: reclaim a victim (`victim.py`), copying its live values to the active segment
 
-There is a spare before values use up the active segment, so there is room to copy to. A value used again outlives
-its segment; a value never used again goes with it. Tombstones that are still needed are copied too: those in the oldest
-segment never are, so it can always be reclaimed, however many tombstones there are.
+There is a spare before values use up the active segment, so there is space to copy to. A value that is used again outlives
+its segment; a value that is never used again is evicted with it. Tombstones that are still needed are copied too: those in the
+oldest segment never are, so it can always be reclaimed, with any number of tombstones.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from stepwell.store.log.writing.victim import NO_ROWS, Victim, VictimOrder, evic
 log = logging.getLogger(__name__)
 
 NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
-_TRY_AGAIN_AFTER = 16  # segments, once the disk had no room for a new file
+_TRY_AGAIN_AFTER = 16  # segments, after the disk had no space for a new file
 _SLICE = 1024  # values evicted at once: readers may come in between
-_READERS_WAIT_S = 1.0  # how long a writer waits for readers that keep it from every segment
+_READERS_WAIT_S = 1.0  # how long a writer waits if every segment is being read
 
 
 class Reclaim:
@@ -42,23 +42,23 @@ class Reclaim:
         self._state = state
         self._relocator = Relocator(state, appender)
         self._order = VictimOrder(state.index, state.segments, state.budget.relocate_bytes)
-        self._disk_full_at: int | None = None  # as many segments as there were when the disk had no room for another
+        self._disk_full_at: int | None = None  # the number of segments when the disk had no space for another
         self._patience = 0
-        self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its tombstones: plans ask again and again
-        self._promised = 0  # segments that may exist, however many values and tombstones come before the active one is full
+        self._read_last: tuple[Segment, list[Batch]] | None = None  # a segment and its tombstones: plans ask repeatedly
+        self._promised = 0  # segments that may exist, independent of what is written until the active one is full
         self._credit = MIN_SEGMENTS  # how often a segment may be reclaimed that frees little: in the long run as often as others
 
     def next_segment(self) -> None:
-        """Makes a segment with room for any value the active one. Raises OSError (ENOSPC when there is none to be had)."""
+        """Activates a segment that can hold any value. Raises OSError (ENOSPC if there is no such segment)."""
         state = self._state
         ready = self._activate()
-        if not ready and len(state.segments.table) == 1:  # all would be lost with it: the disk is asked once more
+        if not ready and len(state.segments.table) == 1:  # all would be lost with it: the disk is tried once more
             self._patience = 0
             ready = self._activate()
         if not ready:  # after a crash in the middle of reclaiming one, or the disk had no space for a new file
             self._reclaim_one()
             if not self._activate():
-                raise _no_room("every segment is being read")
+                raise _no_space("every segment is being read")
         while len(state.segments.table) > state.max_segments and self._shrink():  # more values need a larger snapshot
             pass
         self._promised = 0
@@ -66,17 +66,17 @@ class Reclaim:
         self._promised = len(state.segments.table) + self._may_grow()
 
     def keep_spare(self) -> None:
-        """Reclaims segments until there is a spare, if that takes no waiting and there is room to copy to. Raises OSError."""
-        while self._relocator.room and not self._has_spare():
+        """Reclaims segments until there is a spare, if that needs no waiting and there is space to copy to. Raises OSError."""
+        while self._relocator.free_bytes and not self._has_spare():
             plan = self._plan()
             if plan is None:
                 return
             self._reclaim(*plan)
 
     def prepare(self) -> None:
-        """After opening: what is empty is free, the budget holds, and there is a segment to write to if there is a spare.
+        """After opening: frees empty segments, enforces the budget, and activates a segment if there is a spare.
 
-        Within its budget, a log evicts nothing by being opened. Raises OSError.
+        Within its budget, a log evicts nothing when it is opened. Raises OSError.
         """
         state = self._state
         for segment in state.segments.sealed():
@@ -85,7 +85,7 @@ class Reclaim:
         tidy_segment_list(state)
         while len(state.segments.table) > state.max_segments and self._shrink():
             pass
-        if state.budget.left_beside(len(state.segments.table), state.snapshot_bytes()) < 0:
+        if state.budget.left_with(len(state.segments.table), state.snapshot_bytes()) < 0:
             state.drop_snapshot()
         if state.active is None and self._has_spare():
             try:
@@ -95,24 +95,24 @@ class Reclaim:
                     raise
 
     def move(self, segment: Segment, rows: Rows) -> bool:
-        """Copies some of a segment to the active one. False, and nothing copied, when that one had to give way to another first:
-        what was to be moved may be elsewhere by then. Raises OSError."""
+        """Copies some of a segment to the active one. False, and nothing copied, if the active segment had to be replaced first:
+        the values may have moved by then. Raises OSError."""
         plan = self._relocator.plan(rows, [])
-        if plan.size_bytes > self._relocator.room:
+        if plan.size_bytes > self._relocator.free_bytes:
             self.next_segment()
             return False
         self._relocator.relocate(segment, plan)
         return True
 
     def evict(self, rows: Rows) -> None:
-        """Evicts values, none before those that stand on it, without a trace on disk: they may come back if their segment is read
-        anew. Gives the lock back now and then."""
+        """Evicts values, each after its dependents, without a trace on disk: they may come back if their segment is read
+        again. Releases the lock now and then."""
         for start in range(0, len(rows), _SLICE):
             with self._state.changing():
                 self._evict_some(rows[start : start + _SLICE])
 
     def keep_quota(self, tenant: str, quota_bytes: int) -> None:
-        """Evicts the first values of a tenant, in the order of eviction, until it has no more than this. Gives the lock back now
+        """Evicts the first values of a tenant, in the order of eviction, until it is within this quota. Releases the lock now
         and then."""
         state = self._state
         while state.index.tenant_bytes(tenant) > quota_bytes:
@@ -134,9 +134,9 @@ class Reclaim:
         return self._may_grow() or bool(self._idle())
 
     def _may_grow(self) -> bool:
-        """Whether the budget, and the disk as far as we know, have room for another file."""
+        """Whether the budget, and as far as known the disk, have space for another file."""
         budget, number, most = self._state.budget, len(self._state.segments.table), self._state.max_segments
-        if number < self._promised and budget.left_beside(self._promised) >= 0:
+        if number < self._promised and budget.left_with(self._promised) >= 0:
             most = max(most, self._promised)
         return number < (most if self._disk_full_at is None else min(most, self._disk_full_at))
 
@@ -144,9 +144,9 @@ class Reclaim:
         return [segment for segment in self._state.segments.free() if not segment.pins]
 
     def _activate(self) -> bool:
-        """A free segment that nobody reads, else a new file; False when there is neither. Seals the one before.
+        """Activates a free segment without readers, else a new file; False if there is neither. Seals the previous one.
 
-        A disk that was full is asked again now and then, while there still is a free segment.
+        A disk that was full is tried again now and then, while there still is a free segment.
         """
         state, before = self._state, self._state.active
         if state.segments.table and self._has_spare():
@@ -158,21 +158,21 @@ class Reclaim:
             if (again and len(state.segments.table) < state.max_segments) or (not idle and self._may_grow()):
                 fresh = self._create()
             if fresh is None and idle:
-                self._forget(idle[0])
+                self._drop_records(idle[0])
                 fresh = state.segments.reuse(idle[0], state.next_seq)
             if fresh is None:
                 return False
             if before is not None:
                 before.state = State.SEALED
             state.active = fresh
-        save_segment_list(state)  # from now on it is missed when it is gone
+        save_segment_list(state)  # from now on a check notices if it is missing
         return True
 
     def _create(self) -> Segment | None:
-        """A new file, beside everything that is there and the next snapshot; None when the disk has no room for it."""
+        """A new file, if it fits with all others and the next snapshot; None if the disk has no space for it."""
         state = self._state
         number, old = len(state.segments.table), state.snapshot_bytes()
-        if old and state.budget.left_beside(number + 1, old, state.next_snapshot_bytes) < 0:
+        if old and state.budget.left_with(number + 1, old, state.next_snapshot_bytes) < 0:
             state.drop_snapshot()
         try:
             fresh = state.segments.create(state.next_seq)
@@ -183,7 +183,7 @@ class Reclaim:
             if not state.disk_full:
                 taken, whole = (format_bytes(each) for each in (number * state.budget.segment_bytes, state.budget.total_bytes))
                 log.warning(
-                    "the disk of %s is full: the log goes on with %s of its budget of %s; make room, or give it a smaller budget",
+                    "the disk of %s is full: the log goes on with %s of its budget of %s; free space, or set a smaller budget",
                     state.directory, taken, whole,
                 )  # fmt: skip
             state.disk_full = True
@@ -192,41 +192,41 @@ class Reclaim:
             self._disk_full_at, self._patience = number, _TRY_AGAIN_AFTER
             return None
         if state.disk_full:
-            log.info("the disk of %s has room again", state.directory)
+            log.info("the disk of %s has space again", state.directory)
         state.disk_full, self._disk_full_at = False, None
         return fresh
 
     def _shrink(self) -> bool:
-        """One step towards a smaller directory: a file less, or a fresh segment to copy into. False when readers forbid it."""
+        """One step towards a smaller directory: a file less, or a fresh segment to copy into. False if readers prevent it."""
         state = self._state
         if not self._idle():
             self._reclaim_one()
         idle = self._idle()
         if not idle:
             return False
-        if self._relocator.room < state.budget.relocate_bytes and len(state.segments.sealed()) > 1:
+        if self._relocator.free_bytes < state.budget.relocate_bytes and len(state.segments.sealed()) > 1:
             return self._activate()
         save_segment_list(state)
         with state.lock:
-            self._forget(idle[0])
+            self._drop_records(idle[0])
             state.segments.unlink(idle[0])
         return True
 
-    def _forget(self, segment: Segment) -> None:
-        """The bytes of a segment are about to go, and all that was remembered because of them."""
-        self._state.stale.forget(segment.id)
+    def _drop_records(self, segment: Segment) -> None:
+        """Drops all records that refer to the bytes of a segment, before it is overwritten or removed."""
+        self._state.stale.drop_segment(segment.id)
 
     # ---- reclaiming one ---------------------------------------------------------------------------
 
     def _reclaim_one(self) -> None:
-        """Frees one segment, relocating what counts. Raises OSError (ENOSPC when readers forbid it, or there is none)."""
+        """Frees one segment, relocating its valid content. Raises OSError (ENOSPC if readers prevent it, or there is none)."""
         state = self._state
         if not state.segments.sealed() and state.active is not None:  # the only one there is
             state.active.state, state.active = State.SEALED, None
         self._wait_for_readers()
         plan = self._plan()
         if plan is None:
-            raise _no_room("every segment that could be reclaimed is being read")
+            raise _no_space("every segment that could be reclaimed is being read")
         self._reclaim(*plan)
 
     def _reclaim(self, victim: Victim, plan: Relocation) -> None:
@@ -237,33 +237,33 @@ class Reclaim:
         self._relocator.relocate(segment, plan)
         self._free(segment)
         self._read_last = None
-        with state.lock:  # those who found something in it before; nobody new will
+        with state.lock:  # for readers that found something in it before; no new ones will
             state.lock.wait_for(lambda: not segment.pins, _READERS_WAIT_S)
 
     def _plan(self) -> tuple[Victim, Relocation] | None:
-        """What to reclaim, and what to relocate for that; None when every segment is read, or has too many tombstones."""
-        state, room = self._state, min(self._state.budget.relocate_bytes, self._relocator.room)
+        """The segment to reclaim, and what to relocate; None if every segment is being read, or has too many tombstones."""
+        state, free_bytes = self._state, min(self._state.budget.relocate_bytes, self._relocator.free_bytes)
         barred = set[int]()
         with state.lock:
             self._order.take_notice()
         while True:
-            number = self._order.choose(lambda each: None if each.id in barred else self._needs(each, room), room)
+            number = self._order.choose(lambda each: None if each.id in barred else self._needs(each, free_bytes), free_bytes)
             if number is None:
                 return None
             segment = state.segments.table[number]
-            tombstones, for_values = self._needed(segment), room - self._tombstone_bytes(segment)
+            tombstones, for_values = self._needed(segment), free_bytes - self._tombstone_bytes(segment)
             while True:
                 victim = self._order.victim(number, for_values, state.budget.segment_bytes)
                 plan = self._relocator.plan(victim.keep, tombstones)
-                if plan.size_bytes <= room:
+                if plan.size_bytes <= free_bytes:
                     return (self._without_loss() if len(victim.drop) else None) or (victim, plan)
                 if not len(victim.keep):
                     break
-                for_values -= max(plan.size_bytes - room, BLOCK_BYTES)  # headers take up space, too
+                for_values -= max(plan.size_bytes - free_bytes, BLOCK_BYTES)  # headers take up space, too
             barred.add(number)
 
     def _without_loss(self) -> tuple[Victim, Relocation] | None:
-        """While values fill less than half of the segments, none is evicted for tombstones: the oldest segment, with all in it.
+        """While values fill less than half of the segments, none is evicted for tombstones: the oldest segment, with its content.
 
         That frees little or nothing by itself, but tombstones in other segments come closer to being the oldest.
         """
@@ -278,15 +278,15 @@ class Reclaim:
         oldest = min(unread, key=lambda segment: segment.first_seq)
         victim = Victim(segment=oldest.id, keep=state.index.rows_in(oldest.id), drop=NO_ROWS)
         plan = self._relocator.plan(victim.keep, self._needed(oldest))
-        return (victim, plan) if plan.size_bytes <= self._relocator.room else None
+        return (victim, plan) if plan.size_bytes <= self._relocator.free_bytes else None
 
-    def _needs(self, segment: Segment, room: int) -> int | None:
-        """Bytes of the tombstones that must outlive a segment; None when those do not fit, or it is being read."""
+    def _needs(self, segment: Segment, free_bytes: int) -> int | None:
+        """Bytes of the tombstones that must outlive a segment; None if those do not fit, or it is being read."""
         size = self._tombstone_bytes(segment)
-        return size if not segment.pins and size <= room else None
+        return size if not segment.pins and size <= free_bytes else None
 
     def _tombstone_bytes(self, segment: Segment) -> int:
-        """What the tombstones take up that must be relocated out of a segment; it may be less."""
+        """An upper limit of the bytes of tombstones that must be relocated out of a segment."""
         count = segment.tombstones if self._has_needed(segment) else 0
         return count * ENTRY_BYTES + BLOCK_BYTES * (count > 0)
 
@@ -295,7 +295,7 @@ class Reclaim:
         return bool(segment.tombstones) and segment.newest_tombstone > self._state.segments.oldest_elsewhere(segment)
 
     def _needed(self, segment: Segment) -> list[TombstoneGroup]:
-        """The tombstones of a segment that must outlive it, read from there."""
+        """The tombstones of a segment that must outlive it, read from it."""
         state = self._state
         if not self._has_needed(segment):
             return []
@@ -304,7 +304,7 @@ class Reclaim:
         return needed(self._read_last[1], state.segments.others(segment))
 
     def _wait_for_readers(self) -> None:
-        """Until one of the full segments is not read, or for as long as a writer waits."""
+        """Waits until one of the full segments has no readers, or until the time limit."""
         state = self._state
         with state.lock:
             state.lock.wait_for(
@@ -313,10 +313,10 @@ class Reclaim:
 
     def _free(self, segment: Segment) -> None:
         with self._state.changing():
-            self._state.index.forget_segment(segment.id)
+            self._state.index.drop_segment(segment.id)
             segment.state = State.FREE
-        self._order.forget(segment.id)
+        self._order.drop_segment(segment.id)
 
 
-def _no_room(why: str) -> OSError:
+def _no_space(why: str) -> OSError:
     return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {why}")

@@ -1,4 +1,4 @@
-"""Live values and needed tombstones of an old segment, copied to the active one: stamps, parents, levels and recency stay.
+"""Copies live values and needed tombstones of an old segment to the active one; stamps, parents, levels and recency stay.
 
 Only for the writer.
 """
@@ -40,7 +40,7 @@ _BATCH_VALUES = 800  # so that a header full of small values keeps its limit
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relocation:
-    """What has to be copied out of a segment, batch by batch, and how many bytes that takes."""
+    """What has to be copied out of a segment, batch by batch, and its size."""
 
     values: Sequence[Rows]
     tombstones: Sequence[TombstoneGroup]
@@ -53,11 +53,11 @@ class Relocator:
         self._scratch = Scratch()
 
     @property
-    def room(self) -> int:
-        return self._appender.room
+    def free_bytes(self) -> int:
+        return self._appender.free_bytes
 
     def plan(self, rows: Rows, tombstones: Sequence[TombstoneGroup]) -> Relocation:
-        """Plans it; changes nothing."""
+        """Plans a relocation; changes nothing."""
         values = list(self._value_batches(rows))
         grouped = list(_tombstone_batches(tombstones))
         lengths = self._state.index.columns.length
@@ -69,10 +69,10 @@ class Relocator:
         return Relocation(values=values, tombstones=grouped, size_bytes=size)
 
     def relocate(self, segment: Segment, plan: Relocation) -> None:
-        """Copies it. Returns when the copies are safe on disk and the index points to them. Raises OSError."""
+        """Copies what was planned. Returns when the copies are safe on disk and indexed. Raises OSError."""
         state = self._state
         for group in plan.tombstones:
-            packed = pack_tombstones(group.kind, group.space, group.tombstones, self.room)
+            packed = pack_tombstones(group.kind, group.space, group.tombstones, self.free_bytes)
             assert packed is not None and len(packed.entries) == len(group.tombstones), (
                 f"{len(group.tombstones)} tombstones were not relocated"
             )
@@ -80,9 +80,9 @@ class Relocator:
         try:
             with state.lock:
                 state.segments.pin(segment.id)
-        except FileNotFoundError:  # somebody removed it: its values are misses, and it is not to stand in the way for ever
+        except FileNotFoundError:  # it was removed: its values are misses, and it must not block reclaiming forever
             for rows in plan.values:
-                self._forget(segment, rows)
+                self._drop(segment, rows)
             return
         try:
             for rows in plan.values:
@@ -96,7 +96,7 @@ class Relocator:
         state = self._state
         try:
             fd = state.disk.open(path_of(state.directory, segment.id), writable=False)
-        except FileNotFoundError:  # somebody removed it, and all that was in it
+        except FileNotFoundError:  # it was removed with its content
             return []
         size = state.budget.segment_bytes
         try:
@@ -108,7 +108,7 @@ class Relocator:
     def _relocate_values(self, segment: Segment, rows: Rows) -> None:
         state, columns = self._state, self._state.index.columns
         writes = self._read(segment, rows)
-        packed = pack_values(state.index.space(int(columns.space[rows[0]])), writes, self.room) if writes else None
+        packed = pack_values(state.index.space(int(columns.space[rows[0]])), writes, self.free_bytes) if writes else None
         if packed is not None:
             assert len(packed.entries) == len(writes), f"{len(writes) - len(packed.entries)} values were not relocated"
             (batch,) = self._appender.append([packed])
@@ -118,10 +118,10 @@ class Relocator:
                 state.index.put(batch, used=0)  # they are known, and keep their last use
                 state.counters.add("carried_values", len(writes))
                 state.counters.add("carried_bytes", sum(len(write.data) for write in writes))
-        self._scratch.give_back()
+        self._scratch.release()
 
     def _read(self, segment: Segment, rows: Rows) -> list[Write]:
-        """The values, read back. Those that the disk cannot give any more are forgotten."""
+        """Reads the values back. Values that the disk cannot read any more are dropped."""
         state, columns = self._state, self._state.index.columns
         writes, lost = [], []
         for row in rows.tolist():
@@ -139,14 +139,14 @@ class Relocator:
             depth, level = int(columns.depth[row]), Level(int(columns.level[row]))
             writes.append(Write(key=key, data=data, stamp=stamp, parent=parent, depth=depth, level=level))
         if lost:
-            self._forget(segment, np.array(lost, dtype=np.int64))
+            self._drop(segment, np.array(lost, dtype=np.int64))
         return writes
 
-    def _forget(self, segment: Segment, lost: Rows) -> None:
+    def _drop(self, segment: Segment, lost: Rows) -> None:
         state = self._state
         with state.changing():
             state.counters.add("lost_values", len(lost))
-            state.stale.add(segment, state.index, lost)  # their headers may still tell of them
+            state.stale.add(segment, state.index, lost)  # their headers may still name them
             state.index.remove(lost)
 
     def _value_batches(self, rows: Rows) -> Iterator[Rows]:
@@ -173,7 +173,7 @@ def _tombstone_batches(groups: Sequence[TombstoneGroup]) -> Iterator[TombstoneGr
 
 
 def needed(batches: Iterable[Batch], others: Sequence[Segment]) -> list[TombstoneGroup]:
-    """The tombstones of one segment that must outlive it, for all the others there are; one for each key."""
+    """The tombstones of one segment that must outlive it, given all other segments; one for each key."""
     order = sorted(others, key=lambda segment: segment.first_seq)
     firsts = np.array([segment.first_seq for segment in order], np.int64)
     lasts = np.maximum.accumulate(np.array([-1, *(segment.last_seq for segment in order)], np.int64))
@@ -181,9 +181,9 @@ def needed(batches: Iterable[Batch], others: Sequence[Segment]) -> list[Tombston
     for batch in filter(has_tombstones, batches):
         as_of = batch.entries["as_of"].astype(np.int64)
         since = np.minimum(batch.entries["offset"], batch.entries["as_of"]).astype(np.int64)
-        # of the segments that begin before it holds, does any end after what it hides begins?
+        # is there a segment that begins before it takes effect and ends after the begin of what it hides?
         wanted = lasts[np.searchsorted(firsts, as_of)] >= since
-        if batch.kind is BatchKind.REVOKE:  # a batch that failed counts for no segment's last
+        if batch.kind is BatchKind.REVOKE:  # a batch that failed is not the last of any segment
             wanted = as_of > firsts.min(initial=SEQ_END)
         _, latest = found.setdefault((batch.kind, batch.space.digest), (batch.space, {}))
         for key, begin, end in zip(

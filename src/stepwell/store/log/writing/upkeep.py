@@ -1,11 +1,11 @@
-"""What the one writer does after its turns: saves the index and the list of segments, and tries how bytes move fastest.
+"""What the one writer does after its turns: saves the index and the list of segments, and measures the fastest way to move bytes.
 
-**Saving** stays within the budget and never comes at the price of the log.
+**Saving** stays within the budget and never takes space that the log needs.
 
-**The probe** tries once after every opening whether the page cache or the way past it is faster on this disk: a few MiB, a fifth
-of a second at most. It writes into the unused end of the active segment, where nothing is believed, and never grows a
-file; when that has no room for it, the next one is waited for. Until then, and where segments are too small to tell, bytes go
-through the page cache, untimed.
+**The probe** measures once after every opening whether this disk is faster with the page cache or with direct I/O: a few MiB, a
+fifth of a second at most. It writes into the unused end of the active segment, where nothing is trusted, and never grows a file;
+if that has too little space, it waits for the next segment. Until then, and if segments are too small to measure, bytes go
+through the page cache, and no speed is reported.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from stepwell.store.log.state.segments import Segment, State
 
 log = logging.getLogger(__name__)
 
-# What a crash may leave to be read again: about two seconds' worth of headers. A snapshot costs in proportion to all
-# values, so the more there are, the more have to come in between.
+# What may have to be read again after a crash: about two seconds' worth of headers. A snapshot costs in proportion to all
+# values, so with more values, more writes have to come in between.
 _MOST_BATCHES = 20_000
 _MOST_VALUES = 100_000
 _PART_OF_ALL = 4
-_PART_OF_SEGMENT = 4  # of what was written to a segment, the list of segments may cost at most
+_PART_OF_SEGMENT = 4  # the most that the list of segments may cost, compared with what was written to a segment
 
-# What the probe moves, how often and for how long.
+# How much the probe moves, how often and for how long.
 _MOST_BYTES, _LEAST_BYTES = 8 << 20, 1 << 20
 _ROUNDS = 3  # the best counts
 _AT_MOST_S = 0.1  # of writing, and of reading
-_READERS = 4  # as many as read at once for a request: the page cache can be faster for one and half as fast for four
-_CLEARLY = 1.3  # times faster the page cache must be: past it, a fifth of the CPU and no memory is used
+_READERS = 4  # the number of reads at once for a request: the page cache can be faster for one and half as fast for four
+_CLEARLY = 1.3  # how many times faster the page cache must be: direct I/O takes a fifth of the CPU and no memory
 
 
 def due(state: LogState, *, batches: int, values: int) -> bool:
@@ -49,12 +49,12 @@ def due(state: LogState, *, batches: int, values: int) -> bool:
 
 
 def save_snapshot(state: LogState) -> bool:
-    """Puts a new snapshot in the place of the old; False, and counted, when the disk or the budget has no room for it."""
+    """Replaces the snapshot; False, and counted, if the disk or the budget has no space for a new one."""
     with state.lock:
         table = state.segments.table
         last = state.active.id if state.active is not None else max(table, default=0)  # a failed creation may have left others
         oldest = min((segment.first_seq for segment in table.values()), default=0)
-        if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else nobody knows how old what is there is
+        if all(segment.first_seq < NOTHING_YET for segment in table.values()):  # else the age of what is stored is unknown
             state.revoked = [numbers for numbers in state.revoked if numbers.stop > oldest]
         segments = [_info(segment) for segment in table.values()]
         state.index.settle_uses()
@@ -62,16 +62,16 @@ def save_snapshot(state: LogState) -> bool:
     fresh = Snapshot(
         segment=last, offset=table[last].end if last in table else 0, next_seq=state.next_seq, settled=state.settled,
         tick=state.index.tick, spaces=spaces, segments=segments, revoked=state.revoked, columns=columns,
-    )  # fmt: skip  # the tick comes after the columns: nothing was used later than that
+    )  # fmt: skip  # fmt: skip  # the tick comes after the columns: nothing was used later than that
     pieces = snapshot.encode(fresh)
     snapshot.sign(pieces, seed=state.seed)
     size = sum(map(len, pieces))
     try:
         old = state.snapshot_bytes()
-        if state.budget.left_beside(len(table), size) < 0:
+        if state.budget.left_with(len(table), size) < 0:
             state.counters.add("snapshots_skipped")
             return False
-        if old and state.budget.left_beside(len(table), old, size) < 0:
+        if old and state.budget.left_with(len(table), old, size) < 0:
             state.drop_snapshot()  # both do not fit: a crash in between costs one long reading of the log
         replace_file(state.disk, state.directory / snapshot.NAME, pieces)
     except OSError:
@@ -89,9 +89,9 @@ def _info(segment: Segment) -> SegmentInfo:
 
 
 def save_segment_list(state: LogState) -> None:
-    """Lists all segments that are not free. Comes before one is written over or removed, and when one is full.
+    """Lists all segments that are not free. Called before one is overwritten or removed, and when one is full.
 
-    Where that cannot be done, there is no list. Raises OSError when an old one names what is free now, and cannot be removed.
+    If that fails, there is no list. Raises OSError if an old list names segments that are free now, and cannot be removed.
     """
     listed = [segment for segment in state.segments.table.values() if segment.state is not State.FREE]
     fresh = SegmentList(
@@ -99,10 +99,10 @@ def save_segment_list(state: LogState) -> None:
         last_number=state.segments.last_number,
         segments=tuple(map(_info, listed)),
     )
-    room = segment_list.slot_bytes(state.budget.most_segments)
+    slot_size = segment_list.slot_bytes(state.budget.most_segments)
     try:
-        if fresh.size_bytes <= min(room, state.budget.segment_bytes // _PART_OF_SEGMENT):
-            segment_list.write(state.disk, state.directory, fresh, seed=state.seed, room=room)
+        if fresh.size_bytes <= min(slot_size, state.budget.segment_bytes // _PART_OF_SEGMENT):
+            segment_list.write(state.disk, state.directory, fresh, seed=state.seed, slot_size=slot_size)
             state.segment_list = fresh
             return
     except OSError:
@@ -115,7 +115,7 @@ def save_segment_list(state: LogState) -> None:
 
 
 def tidy_segment_list(state: LogState) -> None:
-    """After opening: a list that cannot be used, or takes up more than it may, makes way for another. Raises OSError."""
+    """After opening: replaces a list that cannot be used, or exceeds its size limit. Raises OSError."""
     size = state.disk.file_size(state.directory / segment_list.NAME)
     if size is not None and (size != 2 * segment_list.slot_bytes(state.budget.most_segments) or not state.segment_list.usable):
         state.disk.unlink(state.directory / segment_list.NAME)
@@ -126,7 +126,7 @@ def tidy_segment_list(state: LogState) -> None:
 
 
 class Direct(Enum):
-    """Whether bytes go past the page cache."""
+    """Whether bytes bypass the page cache."""
 
     AUTO = "auto"
     ON = "on"
@@ -134,10 +134,10 @@ class Direct(Enum):
 
 
 class Probe:
-    """Tries both ways, as far as the options allow, and has the log move bytes the better way. Only for the one writer."""
+    """Measures both ways, as far as the options allow, and selects the faster one. Only for the one writer."""
 
     def __init__(self, state: LogState, direct: Direct, clock: Clock) -> None:
-        """Raises ConfigError when direct=on cannot be."""
+        """Raises ConfigError if direct=on is not possible."""
         self._state, self._clock, self._always = state, clock, direct is Direct.ON
         self._size = min(_MOST_BYTES, state.budget.segment_bytes // 2 // BLOCK_BYTES * BLOCK_BYTES)
         self._waiting = self._size >= _LEAST_BYTES
@@ -148,7 +148,7 @@ class Probe:
         self.run()
 
     def run(self) -> None:
-        """Does it when it was not done yet and there is room."""
+        """Runs the probe if it has not run yet and there is space."""
         state, active = self._state, self._state.active
         offset = state.budget.segment_bytes - self._size
         if not self._waiting or active is None or active.state is not State.ACTIVE or active.end > offset:
@@ -159,7 +159,7 @@ class Probe:
                 state.segments.open(active)
             state.io_mode = mode = _try(state.disk, active, offset, self._size, self._always, self._clock)
             log.info("%s: reads %s, writes %s", state.directory, *_said(mode))
-        except OSError:  # it stays as it is, untimed
+        except OSError:  # everything stays as it is, unmeasured
             state.counters.add("failed_probes")
 
 
@@ -188,7 +188,7 @@ def _try(disk: Disk, segment: Segment, offset: int, size: int, always: bool, clo
         disk.sync(segment.fd)
 
     def read(fd: int) -> None:
-        disk.forget_cached(segment.fd, offset, size)
+        disk.drop_cached(segment.fd, offset, size)
         list(pool.map(lambda at: disk.read(fd, [buffer[at : at + piece]], offset + at), range(0, size, piece)))
 
     piece = -(-size // _READERS // BLOCK_BYTES) * BLOCK_BYTES

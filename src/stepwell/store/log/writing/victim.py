@@ -2,14 +2,14 @@
 
     a segment, by rank      | cold ........ | ........ hot | tombstones |
                             |-- evicted ----|--- must fit the space ----|
-                                            T  the warmest value that has to go
+                                            T  the warmest value that must be evicted
 
-Without a loss, if some segment fits as it is: the one with least in it. Otherwise the one whose T is coldest, in the order of
-eviction (`chains.py`). Only its own values go, and what stands on them, wherever that lies.
+If some segments fit completely, the one with the least content is chosen. Otherwise it is the one whose T is coldest, in the
+order of eviction (`chains.py`). Only its own values are evicted, and their dependents, wherever those lie.
 
-Segments are kept in a heap by T as it was when they were looked at last. Uses only make a T warmer, so the front of the heap is
-looked at again before it is chosen; a segment where levels fell is looked at again like a new one. A choice looks at a
-few segments, however many there are: where more have changed, an earlier T counts.
+Segments are kept in a heap by T as last computed. Uses only make a T warmer, so the front of the heap is computed again before
+it is chosen; a segment where levels fell is treated like a new one. A choice computes few segments, whatever their number: if
+more have changed, an earlier T counts.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ Needs = Callable[
     [Segment], int | None
 ]  # bytes of tombstones that must be relocated out of a segment; None: it cannot be reclaimed
 NO_ROWS: Rows = np.zeros(0, np.int64)
-_COLD_PART = 4  # of all values at most are not worth copying
-_NO_LOSS = -1  # the T of a segment that fits as it is
-_MOST_NEW, _MOST_AGAIN = 4, 8  # segments looked at for one choice: for the first time, and again
+_COLD_PART = 4  # the part of all values that may be dropped as not worth copying
+_NO_LOSS = -1  # the T of a segment that fits completely
+_MOST_NEW, _MOST_AGAIN = 4, 8  # segments computed for one choice: for the first time, and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Victim:
     segment: int
     keep: Rows  # of that segment, to be relocated
-    drop: Rows  # of any segment, to be evicted, the first in the order of eviction first
+    drop: Rows  # of any segment, to be evicted, in the order of eviction
 
 
 class VictimOrder:
-    """The full segments, by what would be lost with each. For the one writer; others may use values meanwhile."""
+    """The full segments, ordered by what would be lost with each. For the one writer; others may use values meanwhile."""
 
-    def __init__(self, index: Index, segments: Segments, room: int) -> None:
-        """`room` is what may be copied out of one segment at most."""
-        self._index, self._segments, self._room = index, segments, room
-        self._light: list[tuple[int, int]] = []  # bytes, segment: those that fit as they are; some of it is out of date
-        self._heap: list[tuple[int, int]] = []  # T when looked at last, segment; some of it is out of date
+    def __init__(self, index: Index, segments: Segments, keep_bytes: int) -> None:
+        """`keep_bytes` is the most that may be copied out of one segment."""
+        self._index, self._segments, self._keep_bytes = index, segments, keep_bytes
+        self._light: list[tuple[int, int]] = []  # bytes, segment: those that fit completely; some entries are stale
+        self._heap: list[tuple[int, int]] = []  # T as last computed, segment; some entries are stale
         self._coldest: dict[int, int] = {}  # segment -> its T in the heap
-        self._new: dict[int, None] = {}  # not looked at yet, or not since levels fell there
-        self._seen = 0  # the number of the last segment that was ever taken in
+        self._new: dict[int, None] = {}  # not computed yet, or not since levels fell there
+        self._seen = 0  # the number of the newest segment that was added
         for number, segment in segments.table.items():
             if segment.state is State.SEALED:
                 self._take_in(number)
@@ -61,7 +61,7 @@ class VictimOrder:
                 self._seen = number
 
     def take_notice(self) -> None:
-        """Settles what changed since the last choice: new segments, lost values, lower levels. The caller has the lock."""
+        """Applies the changes since the last choice: new segments, lost values, lower levels. The caller has the lock."""
         self._index.settle_uses()
         for number in range(self._seen + 1, self._segments.last_number + 1):
             segment = self._segments.table.get(number)
@@ -78,34 +78,34 @@ class VictimOrder:
             if (number := lowered.pop()) in self._coldest:
                 self._new[number] = None
 
-    def choose(self, needs: Needs, room: int) -> int | None:
-        """The segment to reclaim next, when `room` of it may stay; None when no segment can be.
+    def choose(self, needs: Needs, keep_bytes: int) -> int | None:
+        """The segment to reclaim next, if `keep_bytes` of it may stay; None if no segment can be reclaimed.
 
-        After `take_notice`, without the lock.
+        Call after `take_notice`, without the lock.
         """
         while True:
             for number in list(islice(self._new, _MOST_NEW)):
                 del self._new[number]
                 if self._is_full(number):
-                    heappush(self._heap, (self._look(number, room)[0], number))
-            found = self._lightest(needs, room)
+                    heappush(self._heap, (self._look(number, keep_bytes)[0], number))
+            found = self._lightest(needs, keep_bytes)
             if found is None:
-                found = self._front(needs, room)
+                found = self._front(needs, keep_bytes)
             if found is not None or not self._new:
                 return found
 
-    def forget(self, number: int) -> None:
-        """A segment is free."""
+    def drop_segment(self, number: int) -> None:
+        """Drops a segment that is free."""
         self._coldest.pop(number, None)
         self._new.pop(number, None)
 
-    def victim(self, number: int, room: int, cold_bytes: int) -> Victim:
-        """What to keep of a segment that it fits `room`, and what to evict.
+    def victim(self, number: int, keep_bytes: int, cold_bytes: int) -> Victim:
+        """Which values of a segment to keep so that they fit in `keep_bytes`, and which to evict.
 
-        What is colder than the loss that comes next is not worth copying, up to `cold_bytes`, once anything has to go.
+        If any value must be evicted, values colder than the coldest of the next segment are dropped too, up to `cold_bytes`.
         """
         index = self._index
-        keep, drop = _cut(index, index.rows_in(number), room)
+        keep, drop = _cut(index, index.rows_in(number), keep_bytes)
         if not len(drop):
             return Victim(segment=number, keep=keep, drop=drop)
         warmest = int(index.chains.ranks(drop[:1])[0])
@@ -127,26 +127,26 @@ class VictimOrder:
 
     def _note_light(self, number: int) -> None:
         segment, size = self._segments.table.get(number), self._index.live_bytes.get(number, 0)
-        if size <= self._room and segment is not None and segment.state is State.SEALED:
+        if size <= self._keep_bytes and segment is not None and segment.state is State.SEALED:
             heappush(self._light, (size, number))
 
-    def _lightest(self, needs: Needs, room: int) -> int | None:
-        """A segment that fits as it is: the one with least in it. Tombstones count twice: they only live on."""
-        aside, found, least = list[tuple[int, int]](), None, 2 * room + 1
+    def _lightest(self, needs: Needs, keep_bytes: int) -> int | None:
+        """The segment with the least content that fits completely. Tombstones count twice: copying them frees nothing."""
+        aside, found, least = list[tuple[int, int]](), None, 2 * keep_bytes + 1
         while self._light and self._light[0][0] < least:
             size, number = heappop(self._light)
             if not self._is_full(number) or self._index.live_bytes.get(number, 0) != size:
                 continue
             aside.append((size, number))
             tombstones = needs(self._segments.table[number])
-            if tombstones is not None and size + tombstones <= room and size + 2 * tombstones < least:
+            if tombstones is not None and size + tombstones <= keep_bytes and size + 2 * tombstones < least:
                 found, least = number, size + 2 * tombstones
         for entry in aside:
             heappush(self._light, entry)
         return found
 
-    def _front(self, needs: Needs, room: int) -> int | None:
-        """The segment with the coldest T when so much of it may stay, out of those that seem coldest."""
+    def _front(self, needs: Needs, keep_bytes: int) -> int | None:
+        """The segment with the coldest T if this much of it may stay, among those that seem coldest."""
         aside, looked = list[tuple[int, int]](), list[tuple[int, int]]()
         while self._heap and len(looked) < _MOST_AGAIN:
             rank, number = heappop(self._heap)
@@ -154,7 +154,7 @@ class VictimOrder:
                 continue
             tombstones = needs(self._segments.table[number])
             if tombstones is not None:
-                rank, now = self._look(number, room - tombstones)
+                rank, now = self._look(number, keep_bytes - tombstones)
                 looked.append((now, number))
             aside.append((rank, number))
             if looked and self._heap and looked[-1][0] <= self._heap[0][0]:
@@ -163,15 +163,15 @@ class VictimOrder:
             heappush(self._heap, entry)
         return min(looked)[1] if looked else None
 
-    def _look(self, number: int, room: int) -> tuple[int, int]:
-        """The T of a segment, which is remembered, and what it is when only `room` may be copied."""
+    def _look(self, number: int, keep_bytes: int) -> tuple[int, int]:
+        """The T of a segment, which is stored, and its T if only `keep_bytes` may be copied."""
         index, rows = self._index, self._index.rows_in(number)
         ranks = index.chains.ranks(rows)
         order = np.argsort(-ranks)
         held = footprint(index.columns.length[rows[order]]).cumsum()
         first, now = (
             int(ranks[order[fits]]) if (fits := int(np.searchsorted(held, most, side="right"))) < len(rows) else _NO_LOSS
-            for most in (self._room, min(room, self._room))
+            for most in (self._keep_bytes, min(keep_bytes, self._keep_bytes))
         )
         self._coldest[number] = first
         return first, now
@@ -179,13 +179,13 @@ class VictimOrder:
     def _is_full(self, number: int) -> bool:
         segment = self._segments.table.get(number)
         if segment is None or segment.state is not State.SEALED:
-            self.forget(number)
+            self.drop_segment(number)
             return False
         return True
 
 
 def evict_first(index: Index, tenant: str, wanted_bytes: int, *, most: int) -> Rows:
-    """The first values of a tenant that free so many bytes, at most `most`, out of their chains. The caller removes them."""
+    """The first values of a tenant that free this many bytes, at most `most`, out of their chains. The caller removes them."""
     index.settle_uses()
     rows, freed = list[int](), 0
     while freed < wanted_bytes and len(rows) < most and (row := index.chains.take_first(tenant)) is not None:
@@ -194,8 +194,8 @@ def evict_first(index: Index, tenant: str, wanted_bytes: int, *, most: int) -> R
     return np.array(rows, np.int64)
 
 
-def _cut(index: Index, rows: Rows, room: int) -> tuple[Rows, Rows]:
-    """What of a segment's values may stay, and what has to go; both the warmest first."""
+def _cut(index: Index, rows: Rows, keep_bytes: int) -> tuple[Rows, Rows]:
+    """The values of a segment that may stay, and those to evict; both the warmest first."""
     rows = rows[np.argsort(-index.chains.ranks(rows), kind="stable")]
-    fits = int(np.searchsorted(footprint(index.columns.length[rows]).cumsum(), room, side="right"))
+    fits = int(np.searchsorted(footprint(index.columns.length[rows]).cumsum(), keep_bytes, side="right"))
     return rows[:fits], rows[fits:]

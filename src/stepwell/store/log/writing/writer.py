@@ -1,4 +1,4 @@
-"""What the writer does in its turn: keeps a group of values, erases keys, clears spaces. One thread at a time.
+"""What the writer does in its turn: stores a group of values, erases keys, clears spaces. One thread at a time.
 
 Order: nothing enters the index before it is safe on disk, nothing leaves it by an erase before the tombstone is.
 """
@@ -38,7 +38,7 @@ _ENDED = object()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PutRequest:
-    """What one caller wants kept. Whoever has the turn to write decides the outcomes."""
+    """The values that one caller wants stored. The caller whose turn it is decides the outcomes."""
 
     space: Space
     writes: Sequence[Write]
@@ -55,7 +55,7 @@ class PutRequest:
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """What is to be written for one request: values by their place in it."""
+    """What must be written for one request: values by their position in it."""
 
     request: PutRequest
     places: list[int]
@@ -69,7 +69,7 @@ class _Pending:
         return list(writes) if len(self.places) == len(writes) else [writes[at] for at in self.places]
 
     def decide(self, outcome: WriteOutcome, count: int) -> int:
-        """The first values that still wait have their outcome; returns the bytes of those."""
+        """Decides the outcome of the first values that still wait; returns their bytes."""
         request = self.request
         decided, self.places = self.places[:count], self.places[count:]
         if len(decided) == len(request.writes):
@@ -106,7 +106,7 @@ class Writer:
             request.outcomes[at] = WriteOutcome.EXISTS if first is WriteOutcome.STORED else first or WriteOutcome.FAILED
 
     def erase(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Forgets values for good; returns how many there were. Raises StoreError when that could not be made to last."""
+        """Erases values for good; returns how many there were. Raises StoreError if that could not be made durable."""
         state = self._state
         with state.lock:
             known, seq = state.index.rows_of(space.digest), state.index.columns.seq
@@ -119,14 +119,14 @@ class Writer:
         return len(there)
 
     def hide(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Whatever the log holds of these keys, however old, does not count. Raises StoreError like `erase`."""
+        """Invalidates everything that the log holds of these keys, however old. Raises StoreError like `erase`."""
         self._write_tombstones(BatchKind.DELETE, space, [Tombstone(key=key) for key in keys])
 
     def clear(self, space: Space) -> int:
-        """Forgets every value of a space for good; returns how many there were. Raises StoreError like `erase`."""
+        """Erases every value of a space for good; returns how many there were. Raises StoreError like `erase`."""
         state = self._state
         known = state.index.rows_of(space.digest)
-        rows = np.fromiter(known.values(), np.int64, len(known))  # only the writer changes them: nobody has to wait for this
+        rows = np.fromiter(known.values(), np.int64, len(known))  # only the writer changes them: no lock is needed
         with state.lock:
             stale = state.stale.oldest_of_space(space.digest, state.segments.table.values())
         since = min(int(state.index.columns.seq[rows].min(initial=SEQ_END)), stale)
@@ -136,17 +136,17 @@ class Writer:
 
     def settle(self) -> None:
         """Revokes what failed, if anything did, so that every batch before the next one is settled. Raises OSError."""
-        if self._appender.to_revoke and not self._appender.room:
-            self.reclaim.next_segment()  # which may have revoked it already, by relocating something
+        if self._appender.to_revoke and not self._appender.free_bytes:
+            self.reclaim.next_segment()  # which may have revoked it already, by relocating values
         if self._appender.to_revoke:
             self._appender.append([])
 
     # ---- inside -----------------------------------------------------------------------------------
 
     def _admit(self, requests: Sequence[PutRequest], repeats: list[tuple[_Place, _Place]]) -> list[_Pending]:
-        """The values that are to be written; the others have their outcome, or repeat one of this group.
+        """The values that must be written; the others have their outcome, or repeat one of this group.
 
-        What the new ones stand on counts as used.
+        The ancestors of the new ones count as used.
         """
         index, largest = self._state.index, self._state.budget.max_value_bytes
         index.next_tick()
@@ -171,7 +171,7 @@ class Writer:
         first: dict[tuple[bytes, bytes], _Place],
         repeats: list[tuple[_Place, _Place]],
     ) -> bool:
-        """Whether a value is to be written; if not, it has its outcome or is listed as a repeat."""
+        """Whether a value must be written; if not, it has its outcome or is listed as a repeat."""
         write, name = request.writes[at], (request.space.digest, request.writes[at].key)
         if write.key in known:
             request.outcomes[at] = WriteOutcome.EXISTS
@@ -185,10 +185,10 @@ class Writer:
         return False
 
     def _keep_quotas(self, waiting: Sequence[_Pending]) -> None:
-        """Tenants with a quota evict their own coldest values for what they write now; what exceeds it alone has no room.
+        """Tenants with a quota evict their own coldest values for what they write now; values beyond the quota get no space.
 
-        What a header has beside its entries, less than 5 KiB a batch, counts for nobody: it stays while any value of the batch
-        does, and what reclaim packs anew has other headers. The budget, which is of whole segments, has it all.
+        The part of a header that is not entries, less than 5 KiB a batch, counts for no tenant: it stays while any value of the
+        batch does, and relocated values have other headers. The budget, which consists of whole segments, includes it.
         """
         state = self._state
         needed: dict[str, int] = {}
@@ -212,14 +212,14 @@ class Writer:
                 self.keep_quota(tenant, size)
 
     def keep_quota(self, tenant: str, coming: int = 0) -> None:
-        """Evicts the first values of a tenant, in the order of eviction, until it keeps its quota with so many bytes more."""
+        """Evicts the first values of a tenant, in the order of eviction, until it keeps its quota with `coming` more bytes."""
         self.reclaim.keep_quota(tenant, self._state.quotas[tenant] - coming)
 
     def _tenant(self, space: Space) -> str:
-        return (self._state.index.space_of(space.digest) or space).tenant  # the first to be seen names it
+        return (self._state.index.space_of(space.digest) or space).tenant  # the first one seen determines it
 
     def _put_some(self, waiting: Sequence[_Pending]) -> None:
-        """Writes as many values as the active segment has room for, or makes room. Those written, or failed, wait no more."""
+        """Writes the values that fit in the active segment, or gets another one. Values written, or failed, wait no more."""
         state = self._state
         try:
             self.reclaim.keep_spare()
@@ -244,34 +244,34 @@ class Writer:
         state.counters.add("written_values", done)
 
     def _pack(self, waiting: Sequence[_Pending]) -> list[PackedBatch]:
-        """Batches of the first values, as many as fit in the active segment. Earlier values are kept before later ones."""
-        room = self._appender.room
+        """Batches of the first values, as far as they fit in the active segment. Earlier values are stored before later ones."""
+        free_bytes = self._appender.free_bytes
         packed: list[PackedBatch] = []
         for _, all_pending in groupby(waiting, key=lambda pending: pending.digest):
             same = list(all_pending)
             writes = [write for pending in same for write in pending.writes()]
             while writes:
-                one = pack_values(same[0].request.space, writes, room)
+                one = pack_values(same[0].request.space, writes, free_bytes)
                 if one is None:
                     return packed
                 packed.append(one)
-                room -= one.total_bytes
+                free_bytes -= one.total_bytes
                 writes = writes[len(one.entries) :]
         return packed
 
     def _write_tombstones(self, kind: BatchKind, space: Space, tombstones: Sequence[Tombstone]) -> None:
-        """Writes tombstones that hold from now on, and does what they say."""
+        """Writes tombstones that take effect now, and applies them."""
         try:
             while tombstones:
                 self.reclaim.keep_spare()
-                one = pack_tombstones(kind, space, tombstones, self._appender.room)
+                one = pack_tombstones(kind, space, tombstones, self._appender.free_bytes)
                 if one is None:
                     self.reclaim.next_segment()
                     continue
                 self._append([one])
                 tombstones = tombstones[len(one.entries) :]
         except OSError as error:
-            raise StoreError(f"{self._state.directory} could not make it last: {error}; the values may come back") from error
+            raise StoreError(f"{self._state.directory} could not make it durable: {error}; the values may come back") from error
 
     def _append(self, packed: Sequence[PackedBatch]) -> None:
         batches = self._appender.append(packed)
@@ -281,13 +281,13 @@ class Writer:
         self.values_since_snapshot += sum(len(batch.entries) for batch in batches)
 
     def _apply(self, batch: Batch) -> None:
-        """Takes a batch that is safe on disk into the index. A large clear lets others in between."""
+        """Applies a batch that is safe on disk to the index. A large clear releases the lock in between."""
         state, steps = self._state, self._state.index.apply(batch)
         try:
             while self._step(steps):
-                time.sleep(_LET_IN_S)  # a lock that is taken again at once is taken by nobody else
+                time.sleep(_LET_IN_S)  # other threads do not get a lock that is taken again at once
         finally:
-            while not state.torn and self._step(steps):  # whatever interrupted it: half a clear must not stay
+            while not state.torn and self._step(steps):  # after any interruption: half a clear must not stay
                 pass
 
     def _step(self, steps: Iterator[None]) -> bool:

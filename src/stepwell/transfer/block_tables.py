@@ -1,11 +1,11 @@
-"""Pages that an engine keeps in several blocks of its own memory: which bytes of a host page lie in which block of which layer.
+"""Pages that an engine keeps in several blocks of its own memory: the block and layer that hold each byte of a host page.
 
     host page    |-- group 0: layer 0 --|-- layer 1 --|-- group 1: layer 0 --| ...
                   block 7 | block 8      7 | 8          block 3
     a name       [7, 8, 3]                            one column for each block of each group
 
-All layers of a group use the same block numbers. Block 0 is nobody's: nothing is copied to it, and what is saved from it is
-zeros. Says what to copy; copies nothing but those zeros.
+All layers of a group use the same block numbers. Block 0 is reserved: nothing is copied to it, and zeros are saved in place of
+its content. Says what to copy; copies nothing but those zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_BLOCK = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerBlocks:
-    """One layer of one state in the engine's memory, `[block][byte]`, and how many of its blocks make a page."""
+    """One layer of one state in the engine's memory, `[block][byte]`, and how many of its blocks make up a page."""
 
     state: str
     layer: int
@@ -44,7 +44,7 @@ class _Piece:
 
 
 class BlockTables:
-    """All layers of an engine, by the kind of object that they are part of. Raises ConfigError where they do not fit the spec."""
+    """All layers of an engine, by the kind of object that they belong to. Raises ConfigError if they do not fit the spec."""
 
     def __init__(self, spec: ModelSpec, layers: Sequence[LayerBlocks]) -> None:
         self.device = layers[0].rows_NB.device
@@ -57,7 +57,7 @@ class BlockTables:
         return self._columns
 
     def pairs(self, copy: Copy, host: PageTable) -> list[PagePairs]:
-        """What to copy, layer by layer. Raises IndexError for names that are none."""
+        """What to copy, layer by layer. Raises IndexError for invalid names."""
         loads = copy.target.tier is Tier.ENGINE
         kind, blocks_PC = copy.source.kind, copy.target.ids if loads else copy.source.ids
         pages = copy.source.ids if loads else copy.target.ids
@@ -80,7 +80,7 @@ def _pieces(spec: ModelSpec, kind: Kind, layers: Sequence[LayerBlocks]) -> list[
                     f"a page of state {part.state!r} has {part.layer_stride} bytes in a layer, and the engine's "
                     f"{each.blocks_per_page} block(s) have {size} each"
                 )
-            table = replace(PageTable.of(each.rows_NB), joined=False)  # what lies between two blocks is not ours
+            table = replace(PageTable.of(each.rows_NB), joined=False)  # bytes between two blocks are not ours
             first = part.offset + each.layer * part.layer_stride
             pieces += [
                 _Piece(table=table, column=column + number, start=first + number * size, size_bytes=size)

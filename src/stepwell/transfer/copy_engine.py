@@ -1,10 +1,10 @@
-"""The bytes of a tier, and copies between tiers when told to. Decides nothing, and knows nothing of which pages are in use.
+"""The memory of a tier, and copies between tiers. Decides nothing, and does not know which pages are in use.
 
 A tier is one block of memory on each rank, seen as an ordinary table of pages for each kind. Host memory is mapped once,
-page-aligned and touched at the start, so that no later write faults. What cannot be had is a ConfigError that says how much
-there is.
+page-aligned and touched at the start, so that no later write faults. Memory that cannot be allocated is a ConfigError that says
+how much is free.
 
-`CopyEngine` is the seam. A rank has one; all ranks run the same plans over the same page ids.
+`CopyEngine` is the interface. A rank has one; all ranks run the same plans over the same page ids.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PageMemory:
-    """A block of host memory cut as its arena's layout says: its own, or a given one that others may have mapped too."""
+    """A block of host memory divided as its arena's layout says: its own, or a given one that other processes may have mapped."""
 
     def __init__(self, spec: ModelSpec, layout: ArenaLayout, block: memoryview | None = None) -> None:
         self._block = mapped(layout.size_bytes) if block is None else block[: layout.size_bytes]
@@ -49,7 +49,7 @@ class PageMemory:
 
     @property
     def block(self) -> memoryview:
-        """All of it, for stores that must know memory before they may use it."""
+        """All of it, for stores that require registered memory."""
         return memoryview(self._block)
 
     def view(self, kind: Kind, page: int) -> memoryview:
@@ -58,7 +58,7 @@ class PageMemory:
 
 
 def mapped(size_bytes: int) -> mmap.mmap:
-    """New host memory, all of it taken now. Raises ConfigError where it cannot be had."""
+    """New host memory, allocated completely now. Raises ConfigError if it cannot be allocated."""
     try:
         block = mmap.mmap(-1, size_bytes)
     except (OSError, OverflowError) as error:
@@ -68,27 +68,27 @@ def mapped(size_bytes: int) -> mmap.mmap:
 
 
 def touch(block: mmap.mmap | memoryview) -> None:
-    """Writes to every page of the machine now, so that none of them faults under a request. Of new memory only: it is zeroed."""
+    """Writes zeros to every memory page now, so that none of them faults during a request. For new memory only."""
     np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def map_now(block: mmap.mmap) -> None:
-    """The same for memory that another process has made and uses: looks at every page, and changes none.
+    """Like `touch`, for memory that another process has created and uses: reads every memory page, and changes none.
 
-    Else the first use of each page faults here too: reading 64 MiB into pages that are not mapped takes three times the CPU.
+    Otherwise the first use of each page faults here too: reading 64 MiB into unmapped pages takes three times the CPU.
     """
     np.frombuffer(block, np.uint8)[:: mmap.PAGESIZE].max()
 
 
 class CopyEngine(Protocol):
-    """One rank's copier."""
+    """Copies for one rank."""
 
     def begin(self, plan: Plan) -> Work:
-        """Takes a plan, on the engine's thread, and returns the work of carrying it out.
+        """Accepts a plan, on the engine's thread, and returns the work of carrying it out.
 
-        The work runs on a worker thread, beside that of other plans; no two plans write the same page. It makes
-        every copy and returns when all bytes are in place, or raises when any could not be made. What the engine
-        queued on its device before this call must be done before the first byte is copied.
+        The work runs on a worker thread, in parallel with other plans; no two plans write the same page. It makes every copy and
+        returns when all bytes are in place, or raises if one could not be made. Work that the engine queued on its device
+        before this call must finish before the first byte is copied.
         """
         ...
 
@@ -117,37 +117,37 @@ class NumpyCopyEngine:
 
 
 def must_fit(needed_bytes: int, *, settings: str = SETTINGS) -> None:
-    """Raises ConfigError, saying what would fit and which settings to lower, before memory is taken that is not there."""
+    """Raises ConfigError, saying what would fit and which settings to lower, before more memory is allocated than is free."""
     free = free_bytes()
     if needed_bytes > free:
         raise ConfigError(
             f"the tiers take {format_bytes(needed_bytes)} of this machine's memory, and {format_bytes(free)} are free: "
-            f"give less {settings}"
+            f"lower {settings}"
         )
 
 
 def refusal(size_bytes: int, where: str, why: Exception) -> ConfigError:
-    """What to say when the system refuses a tier's memory, whatever it looked like before."""
+    """The error to raise when the system refuses a tier's memory, even if enough seemed to be free."""
     reason = (str(why).splitlines() or [type(why).__name__])[0]
     return ConfigError(
-        f"{format_bytes(size_bytes)} of {where} memory for a tier cannot be had ({reason:.200}); {format_bytes(free_bytes())} "
-        f"of host memory are free: give the tiers less memory ({SETTINGS}), or look at ulimit -v"
+        f"{format_bytes(size_bytes)} of {where} memory cannot be allocated ({reason:.200}); {format_bytes(free_bytes())} "
+        f"of host memory are free: give the tiers less memory ({SETTINGS}), or check ulimit -v"
     )
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """Host memory that can be had without swapping: what Linux says is available, and what a container's limit leaves of it."""
+    """Host memory available without swapping: what Linux reports as available, within a container's limit."""
     available = _entry(root / "proc/meminfo", "MemAvailable:")
     free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = root / "sys/fs/cgroup"
     limit, used = _entry(group / "memory.max"), _entry(group / "memory.current")
-    if limit is not None and used is not None:  # files that are cached count as used, and go when memory is wanted
+    if limit is not None and used is not None:  # cached files count as used, and are dropped when memory is needed
         free = min(free, max(limit - used + (_entry(group / "memory.stat", "inactive_file") or 0), 0))
     return free
 
 
 def _entry(path: Path, name: str = "") -> int | None:
-    """The number behind a name in one of the kernel's files, or of a file that is a number; None where there is none."""
+    """The number after a name in one of the kernel's files, or of a file that is a number; None if there is none."""
     try:
         lines = path.read_text().splitlines()
         return next(int(line.removeprefix(name).split()[0]) for line in lines if line.startswith(name))

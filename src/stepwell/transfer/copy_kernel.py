@@ -4,8 +4,8 @@
     range          [=====]        [=====]        [=====]              the same bytes of every page
     tile           [==|==]        [==|==]                             one program copies ROWS blocks at a time
 
-A handful of programs fills the bus, because each keeps 64 KiB on the way. Imports Triton, so it is imported when it is used.
-Checks no ids and chooses nothing: who calls it has done both.
+A few programs saturate the bus, because each keeps 64 KiB in flight. Imports Triton, so it is imported when it is used.
+Checks no ids and chooses nothing: its caller has done both.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 import triton  # type: ignore[import-untyped,import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
-WARPS = 32  # of a program, which then has a multiprocessor to itself: few of them are better than many small ones
-TILE_WORDS = 256  # that each warp has on the way: 64 bytes a thread in words of 8 bytes
-BLOCKS_WORDS = (4096, 1024, 256, 64)  # a block lies inside one page; the larger, the fewer ids are read
-WASTE = 1.07  # of a tile's words that lie behind the range's end, before a smaller block is taken
+WARPS = 32  # of a program, which then has a multiprocessor to itself: a few large programs beat many small ones
+TILE_WORDS = 256  # that each warp has in flight: 64 bytes a thread in words of 8 bytes
+BLOCKS_WORDS = (4096, 1024, 256, 64)  # a block lies inside one page; larger blocks read fewer ids
+WASTE = 1.07  # how much of a tile may lie behind the range's end, before a smaller block is used
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -28,7 +28,7 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     source, target, source_ids, target_ids, num_pages, blocks, units, source_stride, target_stride,
     UNIT: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    # Sizes and strides count units of UNIT words. So the compiler knows that accesses may be 16 bytes wide when UNIT is 2.
+    # Sizes and strides count units of UNIT words, so the compiler knows that accesses may be 16 bytes wide if UNIT is 2.
     rows_R = tl.arange(0, ROWS)
     words_W = tl.arange(0, BLOCK)
     total = num_pages * blocks
@@ -36,16 +36,16 @@ def _copy_pages(  # type: ignore[no-untyped-def]
     page_R = (first + rows_R) // blocks
     read_R = tl.load(source_ids + page_R, mask=first + rows_R < total, other=0)
     write_R = tl.load(target_ids + page_R, mask=first + rows_R < total, other=0)
-    while first < total:  # not a range: the interpreter cannot make numbers of its bounds beside NumPy 2.4
+    while first < total:  # not a range: the interpreter cannot convert its bounds to numbers with NumPy 2.4
         item_R = first + rows_R
         at_RW = ((item_R % blocks) * BLOCK)[:, None] + words_W[None, :]
         mask_RW = (item_R < total)[:, None] & (at_RW < units * UNIT)
         from_RW = (read_R.to(tl.int64) * (source_stride * UNIT))[:, None] + at_RW
         onto_RW = (write_R.to(tl.int64) * (target_stride * UNIT))[:, None] + at_RW
-        # Not through the first-level cache: it does not hear of what the host writes.
+        # Bypasses the first-level cache, which is not coherent with writes of the host.
         content_RW = tl.load(source + from_RW, mask=mask_RW, cache_modifier=".cg")
         first += tl.num_programs(0) * ROWS
-        page_R = (first + rows_R) // blocks  # the next ids come while the bytes are on their way
+        page_R = (first + rows_R) // blocks  # the next ids arrive while the bytes are in flight
         read_R = tl.load(source_ids + page_R, mask=first + rows_R < total, other=0)
         write_R = tl.load(target_ids + page_R, mask=first + rows_R < total, other=0)
         tl.store(target + onto_RW, content_RW, mask=mask_RW, cache_modifier=".cs")
@@ -64,8 +64,8 @@ def copy_pages(
 ) -> None:
     """Queues, on the current stream, the copy of `size_bytes` from page `source_ids[i]` to page `target_ids[i]`, for every i.
 
-    The tensors of bytes begin where the range begins in page 0; strides are in bytes. All of it must stay as it is until the
-    stream has passed. Raises what Triton raises when the kernel cannot be built or launched.
+    The tensors of bytes begin where the range begins in page 0; strides are in bytes. None of it may change before the stream
+    has run the copy. Raises Triton's exception if the kernel cannot be built or launched.
     """
     if not len(source_ids) or not size_bytes:
         return
@@ -82,7 +82,7 @@ def copy_pages(
 
 
 def block_words(words: int) -> int:
-    """The largest block that a range of so many words fills well; else the one it fills best."""
+    """The largest block that a range of this many words fills well; if there is none, the one it fills best."""
     waste = {block: -(-words // block) * block / words for block in BLOCKS_WORDS}
     return next((block for block in BLOCKS_WORDS if waste[block] <= WASTE), min(BLOCKS_WORDS, key=lambda block: waste[block]))
 

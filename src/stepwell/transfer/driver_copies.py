@@ -1,7 +1,7 @@
 """Many copies in one call of the CUDA driver, from version 12.8 on: `cuMemcpyBatchAsync`.
 
-The device's copy engines carry them out, so that passes beside them lose nothing, and the host takes half a microsecond for each
-instead of ten. Addresses are taken as they are given: who calls this has checked them. Orders and waits for nothing.
+The device's copy engines carry them out, so concurrent passes are not slowed down, and the host takes half a microsecond for
+each instead of ten. Addresses are not checked: the caller has done so. Orders and waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 LIBRARY = "libcuda.so.1"
-FIRST, MOST = 32, 64  # copies of one call: the engines begin when it ends, and launches of passes wait for it
+FIRST, MOST = 32, 64  # copies of one call: the engines begin when the call returns, and launches of passes wait for it
 
 Numbers = npt.NDArray[np.uint64]
 _ADDRESS, _SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -28,14 +28,14 @@ class _Attributes(ctypes.Structure):
     )  # fmt: skip
 
 
-_IN_STREAM_ORDER = 1  # sources are read when the stream comes to them, not before
+_IN_STREAM_ORDER = 1  # sources are read when the stream reaches the copy, not before
 
 
 class DriverCopies:
-    """Raises OSError where there is no such call. Made with the device's context current; then from any thread."""
+    """Raises OSError if there is no such call. Create it with the device's context current; then use it from any thread."""
 
     def __init__(self) -> None:
-        driver = ctypes.CDLL(LIBRARY)  # calls release the interpreter's lock
+        driver = ctypes.CDLL(LIBRARY)  # calls release the GIL
         self._context = _ADDRESS()
         self._set_current = driver.cuCtxSetCurrent
         self._set_current.argtypes = [_ADDRESS]
@@ -46,10 +46,10 @@ class DriverCopies:
         version = ctypes.c_int(0)
         _check("cuDriverGetVersion", driver.cuDriverGetVersion(ctypes.byref(version)))
         if version.value < 12080:
-            raise OSError(f"{LIBRARY} is of CUDA {version.value / 1000:g}, and lists are known from 12.8 on")
+            raise OSError(f"{LIBRARY} is of CUDA {version.value / 1000:g}, and batched copies need 12.8 or newer")
         if version.value >= 13000:
             self._call = driver.cuMemcpyBatchAsync_v2
-        else:  # it says which copy failed
+        else:  # it reports which copy failed
             self._call = driver.cuMemcpyBatchAsync
             behind.append(ctypes.byref(self._failed))
             types.append(_ADDRESS)
@@ -58,7 +58,7 @@ class DriverCopies:
     def queue(self, sources: Numbers, targets: Numbers, sizes: Numbers, stream: int) -> None:
         """Queues on a stream the copy of `sizes[i]` bytes from address `sources[i]` to `targets[i]`, for every i, in any order.
 
-        Raises RuntimeError when the driver refuses; some of the copies may be queued then.
+        Raises RuntimeError if the driver refuses; some of the copies may be queued then.
         """
         count = len(sizes)
         if not count:

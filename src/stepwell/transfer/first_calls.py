@@ -1,10 +1,10 @@
-"""What has to be called once in a process before what torch computes there on a CPU is kept.
+"""Functions that must be called once in a process before results that torch computes there on a CPU are stored.
 
-Torch's builds for x86-64 have MKL 2024.2 for functions of whole tensors (cos, exp and others). It settles how a function is
-computed at that function's first call in a process. Where threads make that call together, each for its share of a tensor, one
-of them may get a version with four right digits (pytorch/pytorch#188792). The next call is right; but what the first computed
-is cached, stored, and resumed by everybody. This file can go once every torch that we support is built with MKL 2025 or later.
-Imports torch, so it is imported when it is used.
+Torch's builds for x86-64 use MKL 2024.2 for functions of whole tensors (cos, exp and others). MKL chooses the implementation of a
+function at its first call in a process. If several threads make that call together, each for its part of a tensor, one of them
+may get an implementation with four correct digits (pytorch/pytorch#188792). The next call is correct, but the result of the first
+would be cached, stored, and resumed by other requests. Remove this file once every supported torch is built with MKL 2025 or
+later. Imports torch, so it is imported when it is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUNCTIONS = (
 
 
 def make_first_calls() -> None:
-    """Calls each of them for a single number, which one thread does. Before the first pass; again it costs microseconds.
+    """Calls each of them with a single number, which uses one thread. Before the first pass; later calls take microseconds.
 
     vLLM calls this in each of its processes before it loads a model (`pyproject.toml`, `vllm.general_plugins`).
     """

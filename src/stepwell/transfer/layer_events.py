@@ -1,4 +1,4 @@
-"""A load layer by layer: in which steps its bytes are copied, and an event behind each step that a stream can wait for.
+"""A load layer by layer: which step copies which bytes, and an event after each step that a stream can wait for.
 
     page      |kv: layer 0|1|2|3|index: layer 0|1|2|3|      step 0: the first layers of every state, of all pages
     steps          0      0 1 1      0          0 1 1       step 1: the next ones ...
@@ -19,12 +19,12 @@ from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec, Part
 from stepwell.transfer.page_tables import PagePairs, Piece
 
-LONGEST_WAIT_S = 30.0  # as long as a copy may take: a worker that has not queued it by then hangs
-STEP_BYTES = 4 * 2**20  # of each state, or more: some 70 us on a bus, longer than a copy takes to queue
+LONGEST_WAIT_S = 30.0  # the maximum time of a copy: a worker that has not queued it by then hangs
+STEP_BYTES = 4 * 2**20  # of each state, or more: some 70 us on a bus, longer than it takes to queue a copy
 
 
 class LayerEvents:
-    """When each layer of one load is there. From any thread; good for as long as it is kept."""
+    """When each layer of one load is complete. From any thread; valid for as long as it is referenced."""
 
     def __init__(
         self, step_of: Mapping[str, Sequence[int]], events: Sequence[torch.cuda.Event], device: torch.device | None = None
@@ -32,35 +32,35 @@ class LayerEvents:
         self._device = device
         self._step_of = step_of
         self._events = events
-        self._num_queued = 0  # steps whose events are recorded: a stream does not wait for one that is not
+        self._num_queued = 0  # steps whose events are recorded: a stream must not wait for others
         self._changed = Condition()
 
     def record(self, step: int, stream: torch.cuda.Stream) -> None:
-        """All copies of a step, and of those before, are queued on this stream."""
+        """Records that all copies of a step, and of those before, are queued on this stream."""
         self._events[step].record(stream)
-        self._let_pass(step + 1)
+        self._end_waits(step + 1)
 
     def queued(self) -> None:
-        """No more steps will come, also if some failed: nobody is to wait for them."""
-        self._let_pass(len(self._events))
+        """Records that no more steps will come, also if some failed: ends all waiting."""
+        self._end_waits(len(self._events))
 
-    def _let_pass(self, steps: int) -> None:
+    def _end_waits(self, steps: int) -> None:
         with self._changed:
             self._num_queued = steps
             self._changed.notify_all()
 
     def wait(self, state: str, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Makes what is queued on `stream`, or on the device's current one, from now on wait for one layer of a state, as
+        """Makes what is queued from now on on `stream`, or on the device's current one, wait for one layer of a state, as
         `batch.rows(state, layer)` counts them.
 
-        A state that is not part of the load is not waited for. Waits itself only until the layer's copies are queued. Raises
-        TimeoutError when that takes too long: what was to be computed with them must not be used.
+        A state that is not part of the load needs no wait. Blocks only until the layer's copies are queued. Raises TimeoutError
+        if that takes too long: the results of the pass must not be used then.
         """
         if state in self._step_of:
             self._wait(self._step_of[state][layer], stream or torch.cuda.current_stream(self._device))
 
     def arrived(self, state: str, layer: int) -> bool:
-        """Whether its bytes are there now."""
+        """Whether its bytes have arrived."""
         if state not in self._step_of:
             return True
         step = self._step_of[state][layer]
@@ -79,7 +79,7 @@ class LayerEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSteps:
-    """The pieces to copy in each step, and the step each layer of a state comes with."""
+    """The pieces to copy in each step, and the step that completes each layer of a state."""
 
     steps: tuple[tuple[Piece, ...], ...]
     step_of: Mapping[str, Sequence[int]]
@@ -90,7 +90,7 @@ class LayerSteps:
 
 
 def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, step_bytes: int | None = None) -> LayerSteps:
-    """Cuts a load into steps: as many as the state with most layers has, or fewer so that each is worth its launches."""
+    """Divides a load into steps: the layers of the state with most layers, or fewer steps if they would be too small."""
     cached = {state.name for state in spec.states}
     parts = {kind: [part for part in spec.device_parts(kind) if part.state in cached] for kind, _ in loads}
     states = [part for of_kind in parts.values() for part in of_kind]
@@ -115,16 +115,16 @@ def layer_steps(spec: ModelSpec, loads: Sequence[tuple[Kind, PagePairs]], *, ste
 
 
 def _cuts(spec: ModelSpec, part: Part, count: int) -> list[int]:
-    """Which layer of a part each step begins with, and the number of layers. Layer l of n comes with step l * count / n."""
+    """The layer of a part at which each step begins, and the number of layers. Layer l of n comes with step l * count / n."""
     if not spec.state(part.state).required:
-        return [0] * count + [part.layers]  # nobody computes with it before everything else is there
+        return [0] * count + [part.layers]  # it is needed only after everything else has arrived
     if not _layers_are_ranges(part):
         return [0] + [part.layers] * count  # the whole part, with its first layer
     return [-(-part.layers * step // count) for step in range(count + 1)]
 
 
 def _layers_are_ranges(part: Part) -> bool:
-    """Whether a layer's rows lie together, behind those of the layer before."""
+    """Whether a layer's rows are contiguous, after those of the previous layer."""
     return part.layers == 1 or (part.rows - 1) * part.row_stride + part.row_bytes <= part.layer_stride
 
 

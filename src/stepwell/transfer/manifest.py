@@ -13,13 +13,13 @@ _MAGIC, _VERSION = b"SWcp", 1
 
 
 class ManifestFormat:
-    """Writes and reads manifests of members whose digests have one length."""
+    """Packs and parses manifests of members whose digests have one length."""
 
     def __init__(self, digest_bytes: int) -> None:
         self._member = struct.Struct(f"<32s{digest_bytes}sQ")
 
     def size(self, members: int) -> int:
-        """How long the manifest of so many members is."""
+        """The size of a manifest with this number of members."""
         return _HEAD.size + members * self._member.size
 
     def pack(self, windows: int, points: int, listed: Sequence[tuple[bytes, bytes, int]]) -> bytes:

@@ -1,11 +1,11 @@
-"""Copies between a device and a host that keeps checkpoints in eight bits: numbers change on the way, and nowhere else.
+"""Copies between a device and a host that keeps checkpoints in eight bits: converts numbers during the copy, and nowhere else.
 
-    save    device page --> narrow page beside it --> host page
-    load    device page <-- numbers <-- narrow page beside it <-- host page
+    save    device page --> narrow page on the device --> host page
+    load    device page <-- numbers <-- narrow page on the device <-- host page
 
-Stores and other servers read host pages as they are. Everything else a plan says is left to the copy engine below, behind the
-narrow pages: whoever waits for layers of a load (`TorchCopyEngine.events_for`) then finds those complete. Imports torch, and
-is imported when it is used.
+Stores and other servers read host pages as they are. The copy engine below carries out the rest of a plan after the narrow
+pages, so passes that wait for layers of a load (`TorchCopyEngine.events_for`) find those complete. Imports torch, and is
+imported when it is used.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from stepwell.transfer.copy_engine import CopyEngine, PageMemory, Work
 from stepwell.transfer.narrow_rows import RowCode
 from stepwell.transfer.torch_memory import TorchMemory
 
-STAGED_BYTES = 64 << 20  # of narrow pages that lie beside the tiers at a time, or one page
-PIECE_BYTES = 16 << 20  # of numbers that are turned at a time: what is made on the way takes a few times as much
+STAGED_BYTES = 64 << 20  # of narrow pages in staging buffers outside the tiers at a time, or one page
+PIECE_BYTES = 16 << 20  # of numbers converted at a time: temporary tensors take a few times as much
 
 
 class _Piece(NamedTuple):
-    """Some layers of a state: where they lie in a device page, where in a narrow one, and how rows are turned into each other.
+    """Some layers of a state: where they lie in a device page, where in a narrow one, and how their rows are converted.
 
-    Without a code they are the same bytes in both.
+    Without a code the bytes are the same in both.
     """
 
     wide: slice
@@ -41,9 +41,9 @@ class _Piece(NamedTuple):
 
 
 class NarrowCopyEngine:
-    """One rank's, over another copy engine. The memories are that one's, with `spec.narrow` saying how the host's are kept.
+    """The engine of one rank, over another copy engine. It uses that engine's memories; `spec.narrow` gives the host's format.
 
-    A save of state that is not finite fails, and with it the checkpoint's copy on the host.
+    A save of state that is not finite fails, and so does the checkpoint's copy on the host.
     """
 
     def __init__(self, below: CopyEngine, spec: ModelSpec, memories: Mapping[Tier, PageMemory | TorchMemory]) -> None:
@@ -85,7 +85,7 @@ class NarrowCopyEngine:
         try:
             with torch.cuda.stream(stream):
                 self._copy_all(copies)
-        finally:  # after a failure too: pages are not used again while a copy that was queued still runs
+        finally:  # after a failure too: pages must not be reused while a queued copy still runs
             stream.synchronize()
 
     def _copy_all(self, copies: tuple[Copy, ...]) -> None:
@@ -102,7 +102,7 @@ class NarrowCopyEngine:
     def _save(
         self, kind: Kind, device_PB: torch.Tensor, sources: PageIds, host_PB: torch.Tensor, targets: PageIds
     ) -> None:  # fmt: skip
-        """All of these pages, or NotFinite and none of them."""
+        """Saves all of these pages, or raises NotFinite and saves none of them."""
         staged_PB = torch.empty((len(sources), host_PB.shape[1]), dtype=torch.uint8, device=device_PB.device)
         for page, source in enumerate(sources.tolist()):
             for piece in self._pieces[kind]:
@@ -129,7 +129,7 @@ class NarrowCopyEngine:
         self._wait()
 
     def _wait(self) -> None:
-        """Until what was queued here is done: what it staged is then free for the next pages."""
+        """Waits until everything queued here is done: the staging buffers are then free for the next pages."""
         if self._device is not None:
             torch.cuda.current_stream(self._device).synchronize()
 
@@ -141,7 +141,7 @@ def as_tensor(memory: PageMemory | TorchMemory, kind: Kind) -> torch.Tensor:
 
 
 def _pieces(spec: ModelSpec, kind: Kind) -> Iterator[_Piece]:
-    """An object of `kind`, cut into pieces of few enough bytes."""
+    """An object of `kind`, divided into pieces of limited size."""
     assert spec.narrow is not None, f"checkpoints of {spec.name!r} are the same on the host"
     for wide, narrow in zip(spec.device_parts(kind), spec.parts(kind), strict=True):
         state = spec.state(wide.state)

@@ -1,11 +1,11 @@
-"""Queues copies of pages on a stream: by the device's copy engines, many very small pieces by the copy kernel.
+"""Queues copies of pages on a stream: the device's copy engines copy most of them, the copy kernel many very small pieces.
 
     between host and device    runs of neighbouring pages, as a list that the driver takes in one call
     runs below the crossover   one kernel: a few programs read or write pinned memory over the bus
     all others                 one asynchronous copy for each run
 
-Where the first two cannot be had or fail, everything goes the third way: a warning, a count, and the same bytes. `checked_copier`
-tries both before they are used. Knows no plans, orders nothing against other streams and waits for nothing.
+If the first two are unavailable or fail, everything uses the third: a warning, a count, and the same bytes. `checked_copier`
+tests both before they are used. Does not know plans, orders nothing with respect to other streams and waits for nothing.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from stepwell.transfer.page_tables import PagePairs, PageTable, Piece, Runs
 log = logging.getLogger(__name__)
 
 IDS_STEP = 16  # lists of ids begin at multiples of 64 bytes: one variant of the kernel for all
-CHECKED_BYTES = (32 << 10, 8 << 10, 36 << 10, 2560, 1000)  # a page for each variant of the kernel that is common, and another
+CHECKED_BYTES = (32 << 10, 8 << 10, 36 << 10, 2560, 1000)  # a page for each common variant of the kernel, and another
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """What the kernel copies: runs of pages that are shorter than `crossover_bytes` on average, at least `least_runs` of them."""
+    """What the kernel copies: at least `least_runs` runs of pages that are shorter than `crossover_bytes` on average."""
 
     crossover_bytes: int
-    programs: int = 4  # fill the bus of an H200; each takes a multiprocessor from passes
-    least_runs: int = 4  # fewer copies are queued sooner than a kernel
+    programs: int = 4  # enough to saturate the bus of an H200; each takes a multiprocessor from passes
+    least_runs: int = 4  # fewer copies are queued faster than a kernel
 
 
-# From figures of one H200, whose bus gives 54 GB/s each way. A list costs the host 0.46 us for each copy: with copies of 16 KiB
-# it takes one and a half times as long as the bus needs, and passes lose nothing by it. The kernel made large products take 1.5
-# to 1.8 times as long. Without lists a copy costs the host 10 us. Not measured on other devices, which use the same values: on a
-# slower bus lists would do for smaller copies too. The bytes are the same whatever the route.
+# From measurements on one H200, whose bus reaches 54 GB/s each way. A batched call costs the host 0.46 us for each copy: with
+# copies of 16 KiB it takes one and a half times as long as the bus needs, and does not slow passes down. The kernel made large
+# matrix products take 1.5 to 1.8 times as long. Without batched calls a copy costs the host 10 us. Other devices were not
+# measured and use the same values: on a slower bus, batched calls would suit smaller copies too. The bytes are the same.
 WITH_LISTS, WITHOUT_LISTS = Route(crossover_bytes=16 << 10), Route(crossover_bytes=512 << 10)
 
 
 class Routed(NamedTuple):
-    """A piece, its runs, and how the kernel copies it; None when the copy engines do."""
+    """A piece, its runs, and how the kernel copies it; None if the copy engines do."""
 
     piece: Piece
     runs: Runs
@@ -65,7 +65,7 @@ class StagedIds:
         self._allocate(capacity)
 
     def stage(self, pairs: Sequence[PagePairs]) -> None:
-        """Writes down all their ids. What was staged before is forgotten."""
+        """Writes all their ids, replacing those staged before."""
         lists = [ids for each in pairs for ids in (each.source_ids, each.target_ids)]
         starts = [0]
         for ids in lists:
@@ -82,8 +82,8 @@ class StagedIds:
         """Ids in the source, ids in the target."""
         return self._ids[pairs]
 
-    def forget(self) -> None:
-        """Lets go of the pairs; the memory is kept for the next plan."""
+    def clear(self) -> None:
+        """Drops the pairs; the memory is kept for the next plan."""
         self._ids = {}
 
     def _allocate(self, capacity: int) -> None:
@@ -97,7 +97,7 @@ class PageCopier:
         self, route: Route | None = None, *, kernel: ModuleType | None = None, driver: DriverCopies | None = None,
         on_fallback: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`route` None: by whether the driver takes lists."""
+        """`route` None: chosen by whether the driver has batched copies."""
         self._route = route
         self._kernel = kernel
         self._driver = driver
@@ -110,7 +110,7 @@ class PageCopier:
         return self._kernel is not None or self._driver is not None
 
     def routed(self, piece: Piece) -> Routed:
-        """Which way a piece will go."""
+        """How a piece will be copied."""
         runs = piece.runs()
         count, to_device = len(runs.pages), piece.pairs.target.on_device
         route = self._route or (WITHOUT_LISTS if self._driver is None else WITH_LISTS)
@@ -123,7 +123,7 @@ class PageCopier:
         return Routed(piece, runs, route if by_kernel else None)
 
     def queue(self, routed: Routed, staged: StagedIds | None = None, stream: torch.cuda.Stream | None = None) -> None:
-        """Queues the copy of one piece. Of those that go by kernel the ids were staged. Raises when it cannot be queued."""
+        """Queues the copy of one piece. For the kernel, its ids must be staged. Raises if the piece cannot be queued."""
         piece, runs, route = routed
         if route is None and self._list(piece, runs, stream):
             return
@@ -134,15 +134,15 @@ class PageCopier:
                 target_B.copy_(source_B, non_blocking=True)
 
     def _list(self, piece: Piece, runs: Runs, stream: torch.cuda.Stream | None) -> bool:
-        """Whether the driver took the runs as a list. One that refuses is not asked again."""
+        """Whether the driver accepted the runs as a batch. A driver that refuses is not asked again."""
         driver = self._driver
         if driver is None or piece.pairs.source.on_device == piece.pairs.target.on_device:
             return False
         try:
             driver.queue(*piece.addresses(runs), (stream or torch.cuda.current_stream()).cuda_stream)
-        except Exception as error:  # the edge to a driver: what it queued is copied once more
+        except Exception as error:  # boundary to a driver: what it queued is copied once more
             self._driver = None
-            fall_back("the driver's copies of lists", error, self._on_fallback)
+            fall_back("the driver's batched copies", error, self._on_fallback)
             return False
         return True
 
@@ -163,7 +163,7 @@ class PageCopier:
                     size_bytes=piece.size_bytes,
                     programs=route.programs,
                 )
-            except Exception as error:  # the edge to a compiler: whatever it raises, the plain way is still there
+            except Exception as error:  # boundary to a compiler: after any exception, the plain way still works
                 self._kernel = None
                 fall_back("the copy kernel", error, self._on_fallback)
                 return False
@@ -171,23 +171,23 @@ class PageCopier:
 
 
 def fall_back(what: str, error: Exception, counted: Callable[[], None]) -> None:
-    """Says and counts that a fast way is not used."""
+    """Logs and counts that a fast way is not used."""
     reason = (str(error).splitlines() or [""])[0]
     log.warning("%s cannot be used, so small pages are copied more slowly (%s: %.200s)", what, type(error).__name__, reason)
     counted()
 
 
-# ---- what is fast, tried before it is used --------------------------------------------------------------
+# ---- fast ways, tested before they are used -------------------------------------------------------------
 
 
 def checked_copier(device: torch.device, counters: Counters, route: Route | None = None) -> PageCopier:
-    """With lists and the kernel where they can be had and copy rightly."""
+    """Uses batched calls and the kernel where they are available and copy correctly."""
     count = partial(counters.add, "copy_fallbacks")
     driver, kernel = None, None
     try:
         driver = checked_driver(device)
-    except Exception as error:  # the edge to a driver, and below to a compiler: whatever they raise, pages can still be copied
-        fall_back("the driver's copies of lists", error, count)
+    except Exception as error:  # boundary to a driver, and below to a compiler: pages can still be copied after any exception
+        fall_back("the driver's batched copies", error, count)
     try:
         kernel = checked_kernel(device)
     except Exception as error:
@@ -196,7 +196,7 @@ def checked_copier(device: torch.device, counters: Counters, route: Route | None
 
 
 def checked_driver(device: torch.device) -> DriverCopies:
-    """Raises when a list of copies is refused, or does not copy what it should."""
+    """Raises if a batch of copies is refused, or has a wrong result."""
     torch.zeros(1, device=device)  # makes the device's context current
     driver = DriverCopies()
     host_B = torch.randint(0, 256, (64 * 1000,), dtype=torch.uint8).pin_memory()
@@ -208,12 +208,12 @@ def checked_driver(device: torch.device) -> DriverCopies:
         driver.queue(*piece.addresses(piece.runs()), stream.cuda_stream)
     stream.synchronize()
     if not torch.equal(back_B, host_B):
-        raise RuntimeError("a list of copies was copied wrongly")
+        raise RuntimeError("a batch of copies had a wrong result")
     return driver
 
 
 def checked_kernel(device: torch.device) -> ModuleType:
-    """Builds the kernel's common variants. Raises ImportError without Triton, and when a variant does not copy what it should."""
+    """Builds the kernel's common variants. Raises ImportError without Triton, and if a variant has a wrong result."""
     from stepwell.transfer import copy_kernel
 
     staged = StagedIds(device)
@@ -236,7 +236,7 @@ def checked_kernel(device: torch.device) -> ModuleType:
 
 
 def _pairs(source_B: torch.Tensor, target_B: torch.Tensor, page_bytes: int, stride: int) -> PagePairs:
-    """All pages of two tensors, the last first: no two of them are neighbours to a copy engine."""
+    """All pages of two tensors, the last first, so that no two of them are adjacent for a copy engine."""
     source, target = (PageTable.of(each.view(-1, stride)[:, :page_bytes]) for each in (source_B, target_B))
     ids = np.arange(source.num_pages, dtype=np.int32)[::-1]
     return PagePairs(source=source, target=target, source_ids=ids, target_ids=ids)

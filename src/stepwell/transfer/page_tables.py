@@ -1,6 +1,6 @@
-"""What is copied, as torch sees it: tables of pages over flat bytes, pairs of pages in two of them, and pieces of those pages.
+"""The copies as torch sees them: tables of pages over flat bytes, pairs of pages in two tables, and pieces of those pages.
 
-Values only. Says which pages are neighbours in both tables; copies nothing and chooses no way of copying.
+Values only. Says which pages are adjacent in both tables; copies nothing and chooses no way of copying.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PageTable:
     page_bytes: int
     stride: int
     on_device: bool
-    joined: bool = True  # neighbours may be copied together: what lies between two pages belongs to the first
+    joined: bool = True  # adjacent pages may be copied together: bytes between two pages belong to the first
 
     @classmethod
     def of(cls, rows_PB: torch.Tensor) -> PageTable:
@@ -42,13 +42,13 @@ class PageTable:
         return replace(self, bytes_B=self.bytes_B[start:], page_bytes=size_bytes, joined=False)
 
     def check(self, ids: PageIds) -> None:
-        """Raises IndexError for a page that is not there: nothing below looks again."""
+        """Raises IndexError for a page that does not exist: the code below does not check again."""
         if len(ids) and ids.astype(np.uint32).max() >= self.num_pages:  # negative ones are large then
             raise IndexError(f"pages {int(ids.min())} to {int(ids.max())} of a memory that has {self.num_pages}")
 
 
 class Runs(NamedTuple):
-    """Pages that are neighbours in source and target: the first of each run there and here, and how many they are."""
+    """Pages that are adjacent in source and target: the first of each run in both, and the lengths."""
 
     read: npt.NDArray[np.int64]
     write: npt.NDArray[np.int64]
@@ -57,7 +57,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagePairs:
-    """Page `source_ids[i]` of one table and page `target_ids[i]` of another, for every i. Raises IndexError for others."""
+    """Page `source_ids[i]` of one table and page `target_ids[i]` of another, for every i. Raises IndexError for invalid ids."""
 
     source: PageTable
     target: PageTable
@@ -94,7 +94,7 @@ class Piece:
         return len(self.pairs.source_ids) * self.size_bytes
 
     def runs(self) -> Runs:
-        """The pages, neighbours together where one copy can move them."""
+        """The pages, adjacent ones together where one copy can move them."""
         read, write = (ids.astype(np.int64) for ids in (self.pairs.source_ids, self.pairs.target_ids))
         count = len(read) if self.size_bytes else 0
         together = (read[1:] - read[:-1] == 1) & (write[1:] - write[:-1] == 1)
@@ -105,7 +105,7 @@ class Piece:
         return Runs(read[first], write[first], ends - first)
 
     def _may_join(self) -> bool:
-        """Whole pages only, and at the same distance on both sides."""
+        """Only if the pieces are whole pages, at the same distance on both sides."""
         source, target = self.pairs.source, self.pairs.target
         return self.size_bytes == self.pairs.page_bytes and source.stride == target.stride and source.joined and target.joined
 
@@ -116,7 +116,7 @@ class Piece:
         return runs.read * source.stride + self.start, runs.write * target.stride + self.start, sizes
 
     def addresses(self, runs: Runs) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """The same as places in memory."""
+        """The same as addresses in memory."""
         first, onto, sizes = self.places(runs)
         first += self.pairs.source.bytes_B.data_ptr()
         onto += self.pairs.target.bytes_B.data_ptr()
@@ -130,7 +130,7 @@ class Piece:
 
 
 class Cuts:
-    """Cuts pieces into parts of about so many bytes; layers of the same pages are cut alike, into the same pairs."""
+    """Divides pieces into parts of about this many bytes; layers of the same pages are divided alike, into the same pairs."""
 
     def __init__(self, part_bytes: int) -> None:
         self._part_bytes = part_bytes

@@ -1,12 +1,12 @@
-"""Copies between one rank's device pages and host pages that all ranks share: the host has whole rows, a rank its spans of them.
+"""Copies between one rank's device pages and host pages that all ranks share: the host has whole rows, a rank parts of them.
 
     host page, one row    |---- head 0 ----|---- head 1 ----|---- latent ----|
     rank 0                |---- head 0 ----|                |---- latent ----|     loads both, saves both
     rank 1                                 |---- head 1 ----|---- latent ----|     loads both, saves its head alone
 
-So a host page holds the same bytes however many ranks there are, and what several ranks keep alike exists in it once: the first
-rank that keeps a byte saves it. On a GPU the host's memory is pinned, and copied from and to as it lies (`shard_tables.py`); on a
-CPU pages go through a buffer. Imports torch, and is imported when it is used.
+So a host page holds the same bytes for any number of ranks, and what several ranks hold alike exists in it once: the first
+rank that has a byte saves it. On a GPU the host's memory is pinned and copied directly (`shard_tables.py`); on a CPU pages
+go through a buffer. Imports torch, and is imported when it is used.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stepwell.transfer.shard_tables import Pair, pairs_for
 from stepwell.transfer.torch_copy_engine import TorchCopyEngine
 from stepwell.transfer.torch_memory import TorchMemory
 
-PIECE_BYTES = 16 << 20  # of pages that are copied in one go, through memory of that size
+PIECE_BYTES = 16 << 20  # of pages that are copied at once, through a buffer of that size
 
 
 class ShardCopyEngine:
-    """One rank's. `device` is its own memory, laid out for its share; `host` is everybody's, laid out for the whole model."""
+    """The engine of one rank. `device` is its own memory, laid out for its share; `host` is shared, with whole rows."""
 
     def __init__(self, whole: ModelSpec, device: TorchMemory, host: TorchMemory | None, *, rank: int, ranks: int) -> None:
         self._device = device
@@ -49,17 +49,17 @@ class ShardCopyEngine:
         self._on_gpu = self._gpu_engine(device, host) if device.bytes_B.is_cuda else None
 
     def _gpu_engine(self, device: TorchMemory, host: TorchMemory | None) -> TorchCopyEngine:
-        """Copies wait for nothing on the device: no pass is at work on pages that are copied."""
+        """Its copies need not wait for the device: no pass uses the pages that are copied."""
         memories = {Tier.DEVICE: device} | ({} if host is None else {Tier.HOST: host})
         idle = torch.cuda.Stream(device.bytes_B.device)
         return TorchCopyEngine(memories, engine_stream=idle, shards=self.pairs)
 
     def begin(self, plan: Plan) -> Work:
-        """Of pages that no pass is at work on. The work waits until they are copied."""
+        """Accepts a plan for pages that no pass is using. The work waits until they are copied."""
         return partial(self._copy_all, plan) if self._on_gpu is None else self._on_gpu.begin(plan)
 
     def pairs(self, copy: Copy) -> list[PagePairs]:
-        """What is copied between the host and this rank's device. Raises IndexError for pages that are not there."""
+        """What is copied between the host and this rank's device. Raises IndexError for pages that do not exist."""
         return [pair for sides in self._sides(copy) for pair in pairs_for(sides, copy.source.ids, copy.target.ids)]
 
     def _copy_all(self, plan: Plan) -> None:
@@ -80,7 +80,7 @@ class ShardCopyEngine:
 
 
 def pieces(state: StateSpec, rank: int, ranks: int) -> list[tuple[bool, int, range]]:
-    """What a rank keeps of a whole row: whether it is the one to save it, from where on it is in its own row, and the bytes."""
+    """What a rank holds of a whole row: whether it is the rank that saves it, its offset in the rank's row, and the bytes."""
     before = [span for earlier in range(rank) for span in state.spans_of(earlier, ranks)]
     found, start = [], 0
     for span in state.spans_of(rank, ranks):

@@ -3,8 +3,8 @@
     host page      |-- row 0: [head 0][head 1] --|-- row 1: [head 0][head 1] --| ...
     rank 1                            [======]                       [======]          a piece of every row
 
-Where a rank keeps whole rows, all of them are one piece of the page. Otherwise every row has its own: pieces are numbered over
-all of the memory, in steps of which both a page and a row are a whole number, so that one list names those of all pages.
+If a rank has whole rows, all of them are one piece of the page. Otherwise every row has its own: pieces are numbered over all of
+the memory, in steps that divide both a page and a row evenly, so that one list names the pieces of all pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # the same bytes of every page, layer 
 
 
 def pairs_for(sides: Pair, source_ids: PageIds, target_ids: PageIds) -> list[PagePairs]:
-    """What is copied between `[page, layer, row, byte]` of two memories. Raises IndexError for pages that are not there."""
+    """What is copied between `[page, layer, row, byte]` of two memories. Raises IndexError for pages that do not exist."""
     source, target = (_Side.of(each) for each in sides)
     if source.has_whole_rows and target.has_whole_rows:
         tables = [(source.by_page(0, source.rows * source.size), target.by_page(0, target.rows * target.size))]
@@ -39,7 +39,7 @@ def pairs_for(sides: Pair, source_ids: PageIds, target_ids: PageIds) -> list[Pag
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Side:
-    """The pieces of one memory: `size` bytes of each of so many rows of each page."""
+    """The pieces of one memory: `size` bytes of each row of each page."""
 
     flat_B: torch.Tensor  # from the first piece on
     num_pages: int
@@ -80,7 +80,7 @@ class _Side:
         return (self.by_page(row * self.row_stride, self.size) for row in range(self.rows))
 
     def numbers(self, pages: PageIds) -> PageIds:
-        """Of all pieces of some pages. Raises IndexError for pages that are not there: their numbers might be those of others."""
+        """The numbers of all pieces of some pages. Raises IndexError for pages that do not exist."""
         self.by_page(0, self.size).check(pages)
         first_P1 = pages.astype(np.int64)[:, None] * (self.page_stride // self.step)
         numbers: PageIds = (first_P1 + np.arange(self.rows) * (self.row_stride // self.step)).ravel().astype(np.int32)

@@ -1,4 +1,4 @@
-"""A block of host memory that two processes of this machine map: one makes it under a name, the other opens it, once.
+"""A block of host memory that two processes of this machine map: one creates it under a name, the other opens it, once.
 
     |---------------- size_bytes, for pages ----------------|-- note: 4 KiB --|
 
@@ -6,10 +6,10 @@
                                                 -->  the descriptor
 
 The memory is a `memfd` and the name that of an abstract socket: neither is a file. The kernel frees both when the last process
-that has them ends, so processes that are killed leave nothing behind, and `/dev/shm` may be as small as it likes. Only processes
-of the same user are answered or believed. The name is free again as soon as the block was opened.
+that has them ends, so killed processes leave nothing behind, and `/dev/shm` may be of any size. Only processes of the same user
+are answered or trusted. The name is free again as soon as the block has been opened.
 
-The note is from the maker to the opener: what its bytes mean, and up to which job its copies had ended when it closed.
+The note is a message from the maker to the opener: what the bytes mean, and the last job whose copies had ended when it closed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
 class SharedBlock:
-    """Memory of `size_bytes`, mapped for as long as this object lives."""
+    """Memory of `size_bytes`, mapped for as long as this object exists."""
 
     def __init__(self, memory: memoryview, size_bytes: int) -> None:
         self._memory = memory
@@ -43,12 +43,12 @@ class SharedBlock:
 
     @classmethod
     def make(cls, name: str, size_bytes: int, *, meaning: str) -> SharedBlock:
-        """New memory, all of it taken now, for the one process that opens this name. Raises ConfigError where there is too
+        """New memory, allocated completely now, for the one process that opens this name. Raises ConfigError if there is too
         little, or while another block of this name waits to be opened.
         """
         if size_bytes + NOTE_BYTES > (free := free_bytes()):
             raise ConfigError(
-                f"{format_bytes(size_bytes)} of host memory cannot be had ({format_bytes(free)} are free): set a smaller "
+                f"{format_bytes(size_bytes)} of host memory cannot be allocated ({format_bytes(free)} are free): set a smaller "
                 "host_memory"
             )
         memory = InheritedBlock(size_bytes + NOTE_BYTES)
@@ -60,7 +60,7 @@ class SharedBlock:
 
     @classmethod
     def open(cls, name: str, size_bytes: int) -> SharedBlock:
-        """The memory that another process of this machine made under a name. Raises ConfigError where it cannot be had."""
+        """The memory that another process of this machine created under a name. Raises ConfigError if it is not available."""
         fd = _fetched(name)
         try:
             found = os.fstat(fd).st_size
@@ -81,13 +81,13 @@ class SharedBlock:
 
     @property
     def meaning(self) -> str:
-        """A digest of what its maker said that its bytes mean."""
+        """A digest of the meaning that the maker gave for its bytes."""
         start = self.size_bytes + 8
         return bytes(self._memory[start : start + MEANING_BYTES]).hex()
 
     @property
     def ended_job(self) -> int:
-        """Up to which job all copies had ended well when its maker closed; 0 when it has not."""
+        """The last job up to which all copies had succeeded when its maker closed; 0 before."""
         return int.from_bytes(self._memory[self.size_bytes : self.size_bytes + 8], "little")
 
     def note_ended(self, job: int) -> None:
@@ -99,7 +99,7 @@ class SharedBlock:
 
 
 def _offered(name: str, memory: InheritedBlock) -> socket.socket:
-    """A socket of this name whose thread hands the descriptor to the first process of this user that connects, and ends."""
+    """A socket of this name whose thread sends the descriptor to the first process of this user that connects, and ends."""
     offer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         offer.bind(_address(name))
@@ -115,7 +115,7 @@ def _offered(name: str, memory: InheritedBlock) -> socket.socket:
 
 
 def _hand_over(offer: socket.socket, memory: InheritedBlock) -> None:
-    """`memory` is held, and with it its descriptor, until it was handed over or withdrawn."""
+    """Keeps `memory`, and with it its descriptor, until it was sent or withdrawn."""
     with offer:
         while True:
             try:
@@ -128,13 +128,13 @@ def _hand_over(offer: socket.socket, memory: InheritedBlock) -> None:
                         socket.send_fds(asking, [b"\0"], [memory.fd])
                         return
                     except OSError:
-                        pass  # the process that asked has ended
+                        pass  # the connecting process has ended
 
 
 def _withdraw(offer: socket.socket, maker: int) -> None:
-    """Ends the thread that waits for an opener. In a process that was forked it is left alone: it has no such thread."""
+    """Ends the thread that waits for an opener. Does nothing in a forked process, which has no such thread."""
     if os.getpid() == maker:
-        with suppress(OSError):  # it was opened, and closed then
+        with suppress(OSError):  # it was opened already, so the socket is closed
             offer.shutdown(socket.SHUT_RDWR)
 
 
@@ -154,7 +154,7 @@ def _fetched(name: str) -> int:
                 "must run on one machine, and in one network namespace (in one container)"
             ) from error
         if not fds:
-            raise ConfigError("a worker ended while the scheduler opened the host memory that they share: see its log")
+            raise ConfigError("a worker ended while the scheduler opened the host memory that they share: see the worker's log")
         return int(fds[0])
 
 

@@ -1,11 +1,11 @@
 """One rank's side of the store: moves pages between host memory and a store, sealing and checking every value.
 
     page         one value under the page's key
-    checkpoint   members under names made of their digests, then a manifest that lists those digests
+    checkpoint   members under names made from their digests, then a manifest that lists those digests
 
-With a key, all of it is in spaces of that key and stamped with it. What does not verify is a miss; it is deleted, so that a
-good copy can take its place. A put has two halves, so that one operation can be sealed while the one before is being written:
-`seal` asks and hashes, `put` writes. Runs on worker threads and decides nothing.
+With a key, everything is in spaces of that key and stamped with it. A value that does not verify is a miss; it is deleted, so
+that a good copy can replace it. A put has two halves, so that one operation can be sealed while the previous one is being
+written: `seal` queries the store and hashes, `put` writes. Runs on worker threads and decides nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from stepwell.store.judging import OF_WRITE, UNSETTLED, deletable, judge_reads
 from stepwell.store.keyed_seal import seals_for
 from stepwell.transfer.manifest import ManifestFormat
 
-WRITE_BATCH_BYTES = 64 * 2**20  # in one call of the store: after it, somebody looks whether the operation was called off
+WRITE_BATCH_BYTES = 64 * 2**20  # in one call of the store: between calls a cancellation takes effect
 
 
 class HostPages(Protocol):
@@ -56,7 +56,7 @@ class HostPages(Protocol):
 
     @property
     def block(self) -> memoryview:
-        """All of it, for stores that must know memory before they may use it."""
+        """All of it, for stores that require registered memory."""
         ...
 
     def view(self, kind: Kind, page: int) -> memoryview:
@@ -73,12 +73,12 @@ class Sealed:
     writes: Sequence[Write]
     places: Sequence[int]  # of the writes, among the task's items
     size_bytes: int
-    manifest: Write | None = None  # of a checkpoint: only when all else is there
+    manifest: Write | None = None  # of a checkpoint: written only after everything else
 
 
 def goes_with(first: Sealed, put: Sealed, *, before_bytes: int) -> bool:
-    """Whether a put can be written in one call of the store with a first one and what came after that, so many bytes together:
-    all pages of the same space, one batch in all.
+    """Whether one call of the store can write a put together with a first one and those in between, of `before_bytes` in total:
+    all of them pages of the same space, one batch in all.
     """
     alike = put.space == first.space and isinstance(put.task, PutPages) and isinstance(first.task, PutPages)
     return alike and before_bytes + put.size_bytes <= WRITE_BATCH_BYTES
@@ -86,7 +86,7 @@ def goes_with(first: Sealed, put: Sealed, *, before_bytes: int) -> bool:
 
 class _Reading(NamedTuple):
     statuses: list[ItemStatus]
-    digests: list[bytes]  # of what came
+    digests: list[bytes]  # of the values read
     unsettled: bool
 
 
@@ -100,7 +100,7 @@ class StoreWorker:
         self._manifests = ManifestFormat(self._seals.digest_bytes)
 
     def run(self, namespace: Namespace, task: Task, cancelled: Callable[[], bool]) -> Outcome:
-        """One task from start to end. Raises what the store raises."""
+        """Runs one task from start to end. Raises the store's exceptions."""
         if isinstance(task, (PutPages, PutCheckpoint)):
             return self.put([self.seal(namespace, task)], cancelled)[0]
         space = self.space(namespace)
@@ -116,12 +116,12 @@ class StoreWorker:
         return self._fetch_checkpoint(space, task, cancelled)
 
     def seal(self, namespace: Namespace, task: PutPages | PutCheckpoint) -> Sealed:
-        """What the store lacks, with its stamps. Writes nothing; raises what the store raises."""
+        """The values that the store lacks, with their stamps. Writes nothing; raises the store's exceptions."""
         space = self.space(namespace)
         return self._seal_pages(space, task) if isinstance(task, PutPages) else self._seal_checkpoint(space, task)
 
     def put(self, group: Sequence[Sealed], cancelled: Callable[[], bool]) -> list[Outcome]:
-        """Writes what was sealed: one put, or several that go together (`goes_with`), in order. Raises what the store raises."""
+        """Writes sealed puts: one, or several that go together (`goes_with`), in order. Raises the store's exceptions."""
         if len(group) == 1 and group[0].manifest is not None:
             return [self._put_checkpoint(group[0])]
         outcomes = self._write_pages(group[0].space, [write for sealed in group for write in sealed.writes], cancelled)
@@ -139,19 +139,19 @@ class StoreWorker:
         return found
 
     def _write(self, space: Space, writes: Sequence[Write]) -> list[WriteOutcome]:
-        """One call of the store. What it says nothing of does not count as written, nor what it says too much of."""
+        """One call of the store. Raises StoreError unless it reports exactly one outcome for each write."""
         outcomes = self._store.write_from(space, writes)
         if len(outcomes) != len(writes):
             raise StoreError(f"the store was given {len(writes)} values and answered for {len(outcomes)}")
         return outcomes
 
-    def _forget(self, space: Space, keys: list[bytes]) -> None:
-        """Deletes what is no good. A store that cannot is left with it; the miss stands either way."""
+    def _delete_damaged(self, space: Space, keys: list[bytes]) -> None:
+        """Deletes useless values. If the store cannot delete them, they stay; they are misses in any case."""
         with suppress(StoreError):
             self._store.delete(space, keys)
 
     def space(self, namespace: Namespace) -> Space:
-        """The part of the store that is this rank's share of a namespace, under its key. Says nothing of its salt."""
+        """The part of the store for this rank's share of a namespace, under its key. Its label does not reveal the salt."""
         model = namespace.model if namespace.name in ("", namespace.model) else f"{namespace.name} {_short(namespace.model)}"
         label = model if namespace.adapter is None else f"{model} + {namespace.adapter}"
         return Space(
@@ -163,14 +163,14 @@ class StoreWorker:
     # ---- upwards ----------------------------------------------------------------------------------
 
     def _read(self, space: Space, reads: Sequence[Read], cancelled: Callable[[], bool]) -> _Reading:
-        """What became of each read. What is damaged is deleted."""
+        """The result of each read. Damaged values are deleted."""
         results = self._store.read_into(space, reads, cancelled=cancelled)
         statuses, digests = judge_reads(self._seals, space, reads, results)
         unsettled = False
         if statuses.count(ItemStatus.OK) < len(statuses):
             bad = deletable(reads, statuses)
             if bad:
-                self._forget(space, bad)
+                self._delete_damaged(space, bad)
             unsettled = any(result.outcome in UNSETTLED for result in results)
         return _Reading(statuses=statuses, digests=digests, unsettled=unsettled)
 
@@ -182,20 +182,20 @@ class StoreWorker:
         return Outcome(statuses=tuple(read.statuses), moved_bytes=moved, unsettled=read.unsettled)
 
     def _fetch_checkpoint(self, space: Space, task: FetchCheckpoint, cancelled: Callable[[], bool]) -> Outcome:
-        """The manifest, then every member it names, which must be the very bytes it was written for."""
+        """Reads the manifest, then every member it names; each must have exactly the bytes that the manifest was written for."""
         buffers = [view for _, view in self._members(task.windows, task.points)]
         name, manifest = manifest_key(task.boundary), memoryview(bytearray(self._manifests.size(len(buffers))))
         (status,) = self._read(space, [Read(key=name, into=manifest)], cancelled).statuses
         if status is not ItemStatus.OK:
-            return Outcome(statuses=(status,))  # into memory that is nobody's page
+            return Outcome(statuses=(status,))  # the memory belongs to no page
         named = self._manifests.parse(manifest, len(task.windows), len(task.points))
         status, unsettled = ItemStatus.UNREADABLE, False
         if named is not None:
             reads = [Read(key=key, into=into) for (key, _), into in zip(named, buffers, strict=True)]
             read = self._read(space, reads, cancelled)
             status, unsettled = _of_members(read, [digest for _, digest in named]), read.unsettled
-        if status.is_damage and status is not ItemStatus.VERSION:  # another version's values are somebody else's
-            self._forget(space, [name])
+        if status.is_damage and status is not ItemStatus.VERSION:  # values of another version belong to another release
+            self._delete_damaged(space, [name])
         moved = sum(map(len, buffers)) if status is ItemStatus.OK else 0
         return Outcome(statuses=(status,), moved_bytes=moved, unsettled=unsettled)
 
@@ -206,7 +206,7 @@ class StoreWorker:
         wanted = [at for at, there in enumerate(found) if not there]
         relevel(self._store, space, [key for key, there in zip(task.keys, found, strict=True) if there], task.level)
         pages = [self._memory.view(Kind.PREFIX, page) for page in task.ids[wanted].tolist()]
-        digests = list(map(self._seals.digest, pages))  # nothing in between: it would be fetched from memory again each time
+        digests = list(map(self._seals.digest, pages))  # with nothing in between: other work would evict it from the CPU's cache
         keys, lengths = [task.keys[at] for at in wanted], list(map(len, pages))
         stamps = self._seals.stamp_all(space, keys, lengths, digests)
         before = [task.parent or NO_PARENT, *task.keys]
@@ -216,7 +216,7 @@ class StoreWorker:
         return Sealed(space=space, task=task, writes=writes, places=wanted, size_bytes=sum(lengths))
 
     def _write_pages(self, space: Space, writes: Sequence[Write], cancelled: Callable[[], bool]) -> list[WriteOutcome | None]:
-        """What became of each write, None for those that were called off."""
+        """The outcome of each write, None for those that were cancelled."""
         outcomes: list[WriteOutcome | None] = []
         step = max(WRITE_BATCH_BYTES // max(len(writes[0].data), 1), 1) if writes else 1
         for start in range(0, len(writes), step):
@@ -248,15 +248,15 @@ class StoreWorker:
         return Sealed(space=space, task=task, writes=writes, places=[0] * len(writes), size_bytes=size, manifest=manifest)
 
     def _put_checkpoint(self, sealed: Sealed) -> Outcome:
-        """Members first; the manifest only when all of them are there."""
-        assert sealed.manifest is not None, "a checkpoint that is there already has nothing to write"
+        """Members first; the manifest only if all of them are stored."""
+        assert sealed.manifest is not None, "a checkpoint that is stored already has nothing to write"
         members = [write.key for write in sealed.writes]
-        relevel(self._store, sealed.space, members, sealed.task.level)  # those it shares are not to make room for the others
+        relevel(self._store, sealed.space, members, sealed.task.level)  # shared members must not be evicted for the new ones
         outcomes = self._write(sealed.space, sealed.writes)
         status = next((status for status in map(OF_WRITE.__getitem__, outcomes) if status is not ItemStatus.OK), ItemStatus.OK)
         if status is ItemStatus.OK:
             status = OF_WRITE[self._write(sealed.space, [sealed.manifest])[0]]
-        if status is ItemStatus.OK:  # from now on members are worth what the manifest is, and nothing by themselves
+        if status is ItemStatus.OK:  # from now on members have the level of the manifest, and none by themselves
             relevel(self._store, sealed.space, members, Level.EXPENDABLE)
         return Outcome(statuses=(status,), moved_bytes=_stored_bytes(sealed.writes, outcomes))
 
@@ -267,7 +267,7 @@ class StoreWorker:
 
 
 def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
-    """What a checkpoint comes to, with its members read: each must be the one that the manifest was written for."""
+    """The status of a checkpoint whose members were read: each must be the one that the manifest was written for."""
     for status, came, named in zip(read.statuses, read.digests, digests, strict=True):
         if status is not ItemStatus.OK:
             return ItemStatus.INCOMPLETE if status is ItemStatus.MISSING else status
@@ -277,7 +277,7 @@ def _of_members(read: _Reading, digests: list[bytes]) -> ItemStatus:
 
 
 def _of_pages(sealed: Sealed, outcomes: Sequence[WriteOutcome | None]) -> Outcome:
-    """What a put of pages comes to. Those that were there before are well; from the first that was called off on, nothing is."""
+    """The outcome of a put of pages. Those stored before are OK; from the first cancelled one on, none is."""
     statuses = [ItemStatus.OK] * num_items(sealed.task)
     if outcomes.count(WriteOutcome.STORED) == len(outcomes):
         return Outcome(statuses=tuple(statuses), moved_bytes=sealed.size_bytes)
@@ -295,11 +295,11 @@ def _stored_bytes(writes: Sequence[Write], outcomes: Sequence[WriteOutcome | Non
 
 
 def _short(model: str) -> str:
-    """An identity of weights with the beginning of its digest alone: `fb8926aa/fp32/cpu`."""
+    """The identity of a model's weights with a shortened digest: `fb8926aa/fp32/cpu`."""
     digest, slash, rest = model.partition("/")
     return f"{digest[:8]}{slash}{rest}"
 
 
 def _cut(text: str, size: int) -> str:
-    """The text without what would not fit into `size` bytes."""
+    """The text, truncated to `size` bytes."""
     return text.encode()[:size].decode(errors="ignore")

@@ -1,7 +1,7 @@
-"""A copy engine over torch memories: host memory (pinned where there is CUDA) and a device.
+"""A copy engine over torch memories: host memory (pinned if there is CUDA) and a device.
 
-Loads and saves run on streams of their own, behind what the engine had queued, and beside each other. Only the worker thread
-that carries out a plan waits, for its own copies. How pages are copied is said by `page_copier`.
+Loads and saves run on separate streams, after the work that the engine had queued, and in parallel. Only the worker thread that
+carries out a plan waits, for its own copies. `page_copier` chooses how pages are copied.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from stepwell.transfer.page_copier import PageCopier, Route, Routed, StagedIds, 
 from stepwell.transfer.page_tables import Cuts, PagePairs, PageTable
 from stepwell.transfer.torch_memory import TorchMemory
 
-AT_ONCE = 1 << 62  # bytes of a step: layers of many pages are queued slower one by one than the bus copies whole pages
-# Copies that are queued at a time, and after which none is for a moment. A copy engine that always has more of one stream does
-# not turn to another: the few numbers of a pass would wait for the end of the load, however long it is. Small copies are counted
-# too: a gigabyte of them takes two to three times as long when both ways are busy.
+AT_ONCE = 1 << 62  # bytes of a step: to queue layers of many pages one by one takes longer than the bus needs for whole pages
+# How much is queued at a time, and after how much the queue runs empty for a moment. A copy engine that always has more copies of
+# one stream does not switch to another: the few numbers of a pass would wait for the end of the load, however long it is. Small
+# copies count too: a gigabyte of them takes two to three times as long when both directions are busy.
 PART_BYTES, MOST_QUEUED_BYTES, PAUSE_EVERY_BYTES, PAUSE_EVERY_COPIES = 32 << 20, 128 << 20, 256 << 20, 2048
-SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; looking costs a tenth of a core
-PLANS_AT_ONCE = 3  # that page ids are kept room for from the start; more are made when needed
+SPUN_BYTES, LOOK_AGAIN_S = 64 << 20, 50e-6  # the first take a millisecond on a bus; polling costs a tenth of a core
+PLANS_AT_ONCE = 3  # that page ids have space reserved for; more is allocated when needed
 
 ShardPairs = Callable[[Copy], list[PagePairs]]
 
 
 class TorchCopyEngine:
-    """Copies between torch memories. On CUDA saves go on one stream and the rest on another. Neither has a high
-    priority: on a copy engine the few numbers that a pass needs would wait for all copies of a stream that has one.
+    """Copies between torch memories. On CUDA saves use one stream and everything else another. Neither has a high
+    priority: on a copy engine the few numbers that a pass needs would wait for all copies of a high-priority stream.
 
     `engine_stream` is where the engine's kernels run; by default the stream that is current when a plan begins. `route` says
-    which pages the copy kernel copies, None: as usual. With `layerwise`, the spec of what the pages hold, loads are copied
-    layer by layer and `events_for` has their events. `counters` hears of a way of copying that cannot be used.
+    which pages the copy kernel copies, None: the default. With `layerwise`, the spec of the pages' content, loads are copied
+    layer by layer and `events_for` returns their events. `counters` counts ways of copying that cannot be used.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TorchCopyEngine:
         route: Route | None = None, layerwise: ModelSpec | None = None, counters: Counters | None = None,
         blocks: BlockTables | None = None, shards: ShardPairs | None = None,
     ) -> None:  # fmt: skip
-        """`blocks` is the memory of an engine that owns its own: plans may copy between it and the host. `shards` says what a
+        """`blocks` is the memory of an engine that manages its own: plans may copy between it and the host. `shards` says what a
         rank copies between its device and a host that has whole rows of all ranks.
         """
         self._memories = memories
@@ -60,8 +60,8 @@ class TorchCopyEngine:
         self._engine_stream = engine_stream
         self._layerwise = layerwise
         self._tables: dict[tuple[Tier, Kind], PageTable] = {}
-        self.on_arriving: Callable[[], None] = lambda: None  # on the copying thread, when `events_for` has a new load
-        self._events: dict[JobId, LayerEvents] = {}  # a worker adds and takes out, others look: one operation each
+        self.on_arriving: Callable[[], None] = lambda: None  # called on the copying thread when `events_for` has a new load
+        self._events: dict[JobId, LayerEvents] = {}  # workers add and remove, others read: one operation each
         self._spare: SimpleQueue[StagedIds] = SimpleQueue()
         devices = [memory.bytes_B.device for memory in memories.values()] + ([blocks.device] if blocks is not None else [])
         self._device = next((device for device in devices if device.type == "cuda"), None)
@@ -89,12 +89,12 @@ class TorchCopyEngine:
     # ---- on a worker thread -----------------------------------------------------------------------
 
     def _run_here(self, plan: Plan) -> None:
-        for pairs in [pairs for copy in plan.copies for pairs in self._pairs(copy)]:  # looks at every id first
+        for pairs in [pairs for copy in plan.copies for pairs in self._pairs(copy)]:  # checks every id first
             self._copier.queue(self._copier.routed(pairs.whole()))
 
     def _run_on_stream(self, plan: Plan, before: torch.cuda.Event) -> None:
-        """Copies after what the engine had queued, and waits for the copies alone."""
-        work = self._steps(plan)  # looks at every id, before anything is copied
+        """Copies after the work that the engine had queued, and waits for the copies alone."""
+        work = self._steps(plan)  # checks every id, before anything is copied
         lane = self._saving if plan.purpose is Purpose.SAVE else self._loading
         staged, done = self._staged_ids(), torch.cuda.Event()
         events = LayerEvents(work.step_of, [torch.cuda.Event() for _ in work.steps], self._device) if work.step_of else None
@@ -109,23 +109,23 @@ class TorchCopyEngine:
                 finally:
                     try:
                         done.record(stream)
-                    finally:  # a device that is gone refuses that too, and nobody may wait for it
+                    finally:  # a lost device refuses that too, and no stream may wait for it
                         if events is not None:
                             events.queued()
-        finally:  # after a failure too: pages are not used again while a copy that was queued still runs
+        finally:  # after a failure too: pages must not be reused while a queued copy still runs
             try:
                 _sleep_until(before)
                 _wait(done, spin=work.total_bytes <= SPUN_BYTES)
             finally:
                 self._events.pop(plan.job, None)
-            staged.forget()
+            staged.clear()
             self._spare.put(staged)
 
     def _queue(
         self, work: LayerSteps, staged: StagedIds, stream: torch.cuda.Stream, before: torch.cuda.Event,
         events: LayerEvents | None,
     ) -> None:  # fmt: skip
-        """Queues all steps, in parts; an event behind each step that somebody may wait for."""
+        """Queues all steps, in parts; an event after each step that a stream may wait for."""
         cuts = Cuts(PART_BYTES)
         steps = [[self._copier.routed(part) for piece in pieces for part in cuts.of(piece)] for pieces in work.steps]
         by_kernel = {each.piece.pairs: None for step in steps for each in step if each.route is not None}
@@ -134,19 +134,19 @@ class TorchCopyEngine:
         under_way = _UnderWay(before)
         for number, step in enumerate(steps):
             for routed in step:
-                under_way.make_room()
+                under_way.wait_for_space()
                 self._copier.queue(routed, staged, stream)
                 under_way.add(routed, stream)
             if events is not None:
                 events.record(number, stream)
 
     def _steps(self, plan: Plan) -> LayerSteps:
-        """A plan's pages in the order they are copied in: layer by layer if it is a load and that is wanted, else at once."""
+        """A plan's pages in the order of copying: layer by layer for a load if requested, otherwise at once."""
         copies = [(copy, pairs) for copy in plan.copies for pairs in self._pairs(copy)]
         if self._layerwise is None or plan.purpose is not Purpose.LOAD:
             return LayerSteps(steps=(tuple(pairs.whole() for _, pairs in copies),), step_of={})
         loads = [(copy.target.kind, pairs) for copy, pairs in copies if _is_load(copy)]
-        others = [(copy.target.kind, pairs) for copy, pairs in copies if not _is_load(copy)]  # of a point on the device, say
+        others = [(copy.target.kind, pairs) for copy, pairs in copies if not _is_load(copy)]  # copies on the device
         layered = layer_steps(self._layerwise, loads, step_bytes=None if self._copier.takes_small_pieces else AT_ONCE)
         with_first = {part.state: [0] * part.layers for kind, _ in others for part in self._layerwise.parts(kind)}
         first = (*(pairs.whole() for _, pairs in others), *layered.steps[0])
@@ -179,9 +179,9 @@ class TorchCopyEngine:
 
 
 class _Lane:
-    """A stream that plans are queued on whole, one after the other.
+    """A stream on which plans are queued as a whole, one after the other.
 
-    Were two mixed, the first could end up behind what the second waits for: a pass that waits for the first one's layers.
+    If two plans were mixed, one could end up behind copies that wait for it: those of a pass that waits for its layers.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -195,7 +195,7 @@ class _Lane:
 
 
 class _UnderWay:
-    """What of a plan is queued and not yet copied: never much, and now and then nothing."""
+    """The part of a plan that is queued and not yet copied: never much, and empty now and then."""
 
     def __init__(self, before: torch.cuda.Event) -> None:
         self._before = before
@@ -208,10 +208,10 @@ class _UnderWay:
         self._parts[-1][0].record(stream)
         self._queued_bytes += size_bytes
         self._since_pause_bytes += size_bytes
-        if routed.route is None:  # else a kernel copies them, and no copy engine is busy
+        if routed.route is None:  # otherwise a kernel copies them, and no copy engine is busy
             self._since_pause_copies += len(routed.runs.pages)
 
-    def make_room(self) -> None:
+    def wait_for_space(self) -> None:
         """Waits until more may be queued."""
         pause = self._since_pause_bytes >= PAUSE_EVERY_BYTES or self._since_pause_copies >= PAUSE_EVERY_COPIES
         while self._parts and (pause or self._queued_bytes > MOST_QUEUED_BYTES):
@@ -224,14 +224,14 @@ class _UnderWay:
 
 
 def _sleep_until(before: torch.cuda.Event) -> None:
-    """Until the engine's own work is done, which may take long: the copies behind it have not begun, and none of it is late."""
+    """Waits for the engine's own work, which may take long: the copies behind it have not begun, and none of them is late."""
     if not before.query():
         before.synchronize()
 
 
 def _wait(done: torch.cuda.Event, *, spin: bool) -> None:
-    """Until a copy is done. A thread that sleeps on an event wakes up late by as long as 20 MiB take: it looks again and again
-    instead, or spins where every microsecond counts.
+    """Waits for a copy. A thread that sleeps on an event wakes up late, by the time of up to 20 MiB: it polls instead, or
+    spins where every microsecond counts.
     """
     while not (spin or done.query()):
         time.sleep(LOOK_AGAIN_S)

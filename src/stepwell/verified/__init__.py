@@ -1,1 +1,1 @@
-"""Values by key over any store, each verified: for caches of others that want a disk or a cluster below them."""
+"""Verified values by key over any store: for other caches that want a disk or a cluster below them."""

@@ -1,5 +1,5 @@
 """Calls that end in time, whatever the store does: pieces of a call run on worker threads, and its caller waits no longer
-than its deadline. What has not ended by then is left to itself and reaches no memory of the caller's any more.
+than its deadline. Pieces that have not ended by then go on, and can no longer touch the caller's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Piece = Callable[["Call"], None]
 
 
 class Call:
-    """The pieces of one call, and whether anybody still waits for them."""
+    """The pieces of one call, and whether the caller still waits for them."""
 
     def __init__(self, clock: Clock, deadline_s: float) -> None:
         self._clock = clock
@@ -30,28 +30,28 @@ class Call:
         self.error: str | None = None  # the first
 
     def is_over(self) -> bool:
-        """Whether nobody waits any more: for stores that can stop between values."""
+        """Whether the caller no longer waits: for stores that can stop between values."""
         return self._over or self._clock.now() >= self._ends_s
 
     def must_be_open(self) -> None:
-        """Raises StoreError when nobody waits any more."""
+        """Raises StoreError if the caller no longer waits."""
         if self.is_over():
             raise StoreError("its turn did not come in time")
 
     def fail(self, why: str) -> None:
-        """Notes what went wrong outside of its pieces."""
+        """Records a failure outside of its pieces."""
         with self._changed:
             self.error = self.error or why
 
     def start(self, line: WorkQueue, piece: Piece) -> None:
-        """Puts a piece in line. It runs in any case, also when the call is over: to give back what it holds."""
+        """Queues a piece. It runs in any case, also when the call is over, so that it can release what it holds."""
         with self._changed:
             self._running += 1
         line.submit(partial(self._run, piece))
 
     @contextmanager
     def landing(self) -> Iterator[bool]:
-        """Around what touches the caller's memory: true while the caller waits, who then waits for this to end."""
+        """Around writes to the caller's memory. Yields whether the caller still waits; if so, it waits for the block to end."""
         with self._changed:
             open_ = not self._over
             self._landing += open_
@@ -64,18 +64,18 @@ class Call:
                     self._changed.notify_all()
 
     def wait(self, most_running: int = 0) -> bool:
-        """Waits until no more than so many pieces run, or until the deadline. Whether it was kept."""
+        """Waits until at most `most_running` pieces run, or until the deadline. Returns whether the deadline was kept."""
         with self._changed:
             left_s = max(self._ends_s - self._clock.now(), 0.0)
             return self._changed.wait_for(lambda: self._running <= most_running, left_s)
 
     def end(self) -> None:
-        """Waits for all pieces or the deadline, and lets nothing land any more."""
+        """Waits for all pieces or the deadline; afterwards no piece can write to the caller's memory."""
         self.overdue = not self.wait()
         self.abandon()
 
     def abandon(self) -> None:
-        """Lets nothing land any more, at once."""
+        """Prevents all further writes to the caller's memory, at once."""
         with self._changed:
             self._over = True
             self._changed.wait_for(lambda: not self._landing)  # a copy in memory: it ends
@@ -84,7 +84,7 @@ class Call:
         error: str | None = None
         try:
             piece(self)
-        except BaseException as raised:  # the worker boundary: a failure comes home as a value, and the thread lives on
+        except BaseException as raised:  # worker boundary: the failure is returned as a value, and the thread lives on
             error = f"{type(raised).__name__}: {raised}"
         with self._changed:
             self._running -= 1

@@ -1,7 +1,7 @@
-"""Whether a store is used or left alone, by how its calls end. Says so in the log when that changes. Any thread.
+"""Whether a store is used or suspended, judged by how its calls end. Logs every change. Any thread.
 
-Questions and data are judged apart: an index in memory answers while the disk below it hangs. While either is in trouble,
-neither is asked.
+Queries and transfers are judged separately: an index in memory answers while the disk below it hangs. While either fails,
+neither is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """The breakers of one store, and counts of what happened."""
+    """The circuit breakers of one store, and counters."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name, self._clock = name, clock
@@ -34,9 +34,9 @@ class Health:
 
     @contextmanager
     def call(self, deadline_s: float, statuses: Sequence[ItemStatus] = (), *, question: bool = False) -> Iterator[Call | None]:
-        """A call, or None while the store is left alone. At the end waits for the call, and notes how the store did.
+        """A call, or None while the store is suspended. On exit waits for the call, and records how the store did.
 
-        When the caller is interrupted, nothing touches its memory any more, and the store is judged by the next call.
+        If the caller is interrupted, nothing touches its memory any more, and the next call judges the store.
         """
         call = self._begin(deadline_s, question=question)
         if call is None:
@@ -81,7 +81,7 @@ class Health:
             log.warning("the %s store is used again", self._name)
 
     def count(self, verb: str, statuses: Sequence[ItemStatus], size_bytes: int) -> None:
-        """Notes what came of the values of a call."""
+        """Counts the results for the values of a call."""
         with self._lock:
             self._counters.add(f"{verb}_bytes", size_bytes)
             for status in set(statuses):
@@ -93,7 +93,7 @@ class Health:
             return self._counters.snapshot()
 
     def close(self) -> bool:
-        """Lets nothing begin any more; whether that is new."""
+        """Prevents new calls; returns whether this is the first close."""
         with self._lock:
             closed, self._closed = self._closed, True
         return not closed

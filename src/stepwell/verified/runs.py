@@ -1,4 +1,4 @@
-"""Values made of several runs of memory: what is asked for and offered, and how runs become one piece and back. Pure."""
+"""Values made of several runs of memory: what is read and written, and how runs are gathered and scattered. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ ALIGNMENT = 4096  # of values in one buffer: direct reads need it
 
 
 class ReadRuns(NamedTuple):
-    """A value wanted, and the memory for exactly its bytes, run after run."""
+    """A requested value, and the memory for exactly its bytes, run after run."""
 
     key: bytes
     runs: Sequence[memoryview]
 
 
 class WriteRuns(NamedTuple):
-    """A value offered: its bytes are those of its runs, one after the other. Parents are written before their children.
+    """A value to store: its bytes are those of its runs, one after the other. Parents are written before their children.
 
-    `parent` is the value that this one is useless without: stores evict what is deep in a chain before what it stands on.
+    `parent` is the value without which this one is useless: stores evict the deep end of a chain before its beginning.
     """
 
     key: bytes
@@ -37,7 +37,7 @@ V = TypeVar("V", ReadRuns, WriteRuns)
 
 
 def must_be_sound(values: Sequence[ReadRuns] | Sequence[WriteRuns], *, writable: bool) -> None:
-    """Raises ValueError for what no store should be shown."""
+    """Raises ValueError for invalid keys or runs."""
     for value in values:
         if len(value.key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(value.key)}")
@@ -47,7 +47,7 @@ def must_be_sound(values: Sequence[ReadRuns] | Sequence[WriteRuns], *, writable:
 
 
 def pieces(values: Sequence[V], most_bytes: int) -> list[tuple[int, Sequence[V]]]:
-    """Neighbours that go together, with where the first of them stands; a value alone where it is larger than `most_bytes`."""
+    """Groups of neighbouring values, each with the index of its first value; a value larger than `most_bytes` is alone."""
     cuts: list[int] = [0]
     size = 0
     for at, value in enumerate(values):
@@ -69,15 +69,15 @@ def places(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def gather(runs: Sequence[memoryview], into: memoryview) -> None:
-    """Puts runs together, one after the other."""
-    target, end = np.frombuffer(into, np.uint8), 0  # NumPy's copies let other threads run
+    """Copies runs into one piece of memory, one after the other."""
+    target, end = np.frombuffer(into, np.uint8), 0  # NumPy's copies release the GIL
     for run in filter(len, runs):
         target[end : end + len(run)] = np.frombuffer(run, np.uint8)
         end += len(run)
 
 
 def scatter(value: memoryview, runs: Sequence[memoryview]) -> None:
-    """The other way."""
+    """The reverse of `gather`."""
     source, end = np.frombuffer(value, np.uint8), 0
     for run in filter(len, runs):
         np.frombuffer(run, np.uint8)[:] = source[end : end + len(run)]

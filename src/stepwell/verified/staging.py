@@ -1,9 +1,9 @@
-"""Memory of our own that values pass through: what a store reads into, and where values of several runs are put together.
+"""Staging buffers: a store reads into them, and values of several runs are gathered in them.
 
     store  --read-->  | value | value | value |  --verified, then copied-->  the caller's runs
 
-A store that hangs, or one that writes into a buffer after it said that a read failed (`Traits.late_write_s`), reaches this
-memory only, never the caller's. Buffers begin at multiples of a memory page, which direct reads need. Bounded; any thread.
+A store that hangs, or that writes into a buffer after it reported a failed read (`Traits.late_write_s`), can touch only this
+memory, never the caller's. Buffers begin at multiples of a memory page, which direct reads need. Bounded; any thread.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from stepwell.base.units import format_bytes
 from stepwell.store.api import Store, register, unregister
 
 BUFFER_BYTES = 32 * 2**20
-MOST_BYTES = 512 * 2**20  # with what hung or failed reads hold on to
+MOST_BYTES = 512 * 2**20  # including buffers of hung or failed reads
 
 
 class Loan:
-    """A buffer in use. Given back exactly once; `unsettled` when the store may still write into it."""
+    """A buffer in use. Released exactly once; `unsettled` if the store may still write into it."""
 
     def __init__(self, staging: Staging, block: memoryview, size: int) -> None:
         self._staging, self._block = staging, block
         self.memory = block[:size]
         self.unsettled = False
 
-    def give_back(self) -> None:
-        self._staging._take_back(self._block, unsettled=self.unsettled)
+    def release(self) -> None:
+        self._staging._release(self._block, unsettled=self.unsettled)
 
 
 class Staging:
-    """Hands out buffers, keeps those of the usual size for the next one, and shows all of them to stores that want to know."""
+    """Provides buffers, keeps those of the usual size for reuse, and registers all of them with stores that need it."""
 
     def __init__(self, store: Store, clock: Clock, *, most_bytes: int = MOST_BYTES) -> None:
         self._store, self._clock, self._most_bytes = store, clock, most_bytes
         self._free: list[memoryview] = []
-        self._held: deque[tuple[float, memoryview]] = deque()  # until when, by time
+        self._held: deque[tuple[float, memoryview]] = deque()  # held until when, by time
         self._taken_bytes = 0
         self._lock = Lock()
 
     def borrow(self, size: int) -> Loan:
-        """A buffer of so many bytes. Raises StoreError when calls that hang hold all there may be, OSError without memory."""
+        """A buffer of this size. Raises StoreError if hung calls hold all of the limit, OSError without memory."""
         if not size:
             return Loan(self, memoryview(bytearray()), 0)
         with self._lock:
@@ -68,12 +68,12 @@ class Staging:
         return Loan(self, block, size)
 
     def close(self) -> None:
-        """Takes memory back from the store. What is in use stays with whoever uses it."""
+        """Unregisters the memory from the store. Buffers in use stay valid."""
         with self._lock:
             while self._free:
                 self._drop(self._free.pop())
 
-    def _take_back(self, block: memoryview, *, unsettled: bool) -> None:
+    def _release(self, block: memoryview, *, unsettled: bool) -> None:
         if not block:
             return
         late_s = self._store.traits.late_write_s if unsettled else 0.0

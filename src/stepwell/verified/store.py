@@ -1,11 +1,11 @@
-"""A verified key-value layer over any store: what comes back is what was saved under this name, or a miss, in bounded time.
+"""A verified key-value layer over any store: a read returns what was saved under this name, or a miss, in bounded time.
 
     contains, read, write, delete, clear      over `Space`s that `space` makes from the caller's own fingerprint
 
-Every value is stamped when it is written and checked when it is read (`store/seal.py`, or `keyed_seal.py` with a key). What
-does not match is deleted, so that a good copy can take its place. The caller's memory is written with verified bytes only, and
-never after a call has returned. A store that fails, hangs or is too slow is left alone for a while (`Breaker`): all calls then
-miss at once. It decides nothing about what to keep, and never raises for a store in trouble. Any thread.
+Every value is stamped when it is written and checked when it is read (`store/seal.py`, or `keyed_seal.py` with a key). A value
+that does not match is deleted, so that a good copy can replace it. Only verified bytes are written to the caller's memory, and
+never after a call has returned. A store that fails, hangs or is too slow is suspended for a while (`Breaker`): all calls then
+miss at once. Does not decide what to keep, and never raises for a failing store. Any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IN_FLIGHT = 1  # batches that are being written while the next one is sealed
 
 
 class VerifiedStore:
-    """Owns the store it is given. Statuses are in the order of the batch; everything after OK is a miss, or was not stored."""
+    """Owns the given store. Statuses are in the order of the batch; all but OK mean a miss, or a value that was not stored."""
 
     def __init__(
         self, store: Store, *, key: StoreKey | None = None, deadline_s: float = 30.0, readers: int = 2, clock: Clock | None = None
@@ -50,19 +50,19 @@ class VerifiedStore:
         self._reading = WorkQueue("read", self._clock, threads=readers)
         self._health = Health(store.traits.name, self._clock)
 
-    # ---- what there is to ask ---------------------------------------------------------------------
+    # ---- the public verbs -------------------------------------------------------------------------
 
     def space(self, fingerprint: bytes, *, label: str = "", tenant: str = "") -> Space:
-        """The part of the store for values of one kind. Put into the fingerprint whatever must agree before bytes may be shared.
+        """The part of the store for values of one kind. The fingerprint must cover everything that must agree to share bytes.
 
-        `label` is what people see in `stepwell store stat`. Spaces of two fingerprints or of two keys never meet.
+        `stepwell store stat` shows `label`. Values of two fingerprints or of two keys never mix.
         """
         digest = hashlib.blake2b(fingerprint, digest_size=KEY_BYTES, person=b"stepwell-values").digest()
         cut = f"{label}{self._seals.label}".encode()[:MAX_LABEL_BYTES].decode(errors="ignore")
         return Space(digest=self._seals.space(digest), label=cut, tenant=tenant)
 
     def contains(self, space: Space, keys: Sequence[bytes]) -> list[bool]:
-        """Which values are there now, as far as the store says. None of them, when it is in trouble."""
+        """Which values exist now, according to the store. None of them while the store is suspended."""
         return self._ask(space, keys) or [False] * len(keys)
 
     def read(self, space: Space, reads: Sequence[ReadRuns]) -> list[ItemStatus]:
@@ -80,7 +80,7 @@ class VerifiedStore:
         return statuses
 
     def write(self, space: Space, writes: Sequence[WriteRuns]) -> list[ItemStatus]:
-        """Keeps values that are not there yet: OK for what is kept now, and durably if the store is. Returns by the deadline.
+        """Stores values that are not there yet: OK for values stored now, and durably if the store is. Returns by the deadline.
 
         The memory must not change meanwhile. If it does, the value is damaged, and will be a miss.
         """
@@ -102,23 +102,23 @@ class VerifiedStore:
         return statuses
 
     def delete(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Forgets values; returns how many there were. Raises StoreError when the store cannot or does not answer."""
+        """Deletes values; returns how many there were. Raises StoreError if the store cannot or does not answer."""
         return self._order(lambda: self._store.delete(space, keys))
 
     def clear(self, space: Space) -> int:
-        """Forgets all values of a space; returns how many there were. Raises StoreError like `delete`."""
+        """Deletes all values of a space; returns how many there were. Raises StoreError like `delete`."""
         if not self.traits.clears:
-            return clear(self._store, space)  # says so: it cannot, which is no failure of its own
+            return clear(self._store, space)  # raises if it has no clear, which does not count as a failure
         return self._order(lambda: clear(self._store, space))
 
     @property
     def traits(self) -> Traits:
-        """What the store below is."""
+        """The traits of the store below."""
         return self._store.traits
 
     @property
     def state(self) -> BreakerState:
-        """Whether the store is used (CLOSED) or left alone."""
+        """Whether the store is used (CLOSED) or suspended."""
         return self._health.state
 
     def stats(self) -> Mapping[str, int]:
@@ -126,7 +126,7 @@ class VerifiedStore:
         return self._health.snapshot()
 
     def close(self) -> None:
-        """Closes the store. Raises StoreError when that takes longer than a call may. A second close does nothing."""
+        """Closes the store. Raises StoreError if that takes longer than a call may. A second close does nothing."""
         if not self._health.close():
             return
         for line in (self._asking, self._reading, self._writing):
@@ -159,10 +159,10 @@ class VerifiedStore:
                             scatter(view, read.runs)
                     statuses[first : first + len(found)] = found
         finally:
-            loan.give_back()
+            loan.release()
 
     def _read_staged(self, space: Space, reads: Sequence[Read], loan: Loan, call: Call) -> list[ItemStatus]:
-        """What came of each read. What is damaged is deleted; a store that cannot is left with it."""
+        """The result of each read. Damaged values are deleted; if the store cannot delete them, they stay."""
         loan.unsettled = True
         results = self._store.read_into(space, reads, cancelled=call.is_over)
         if len(results) != len(reads):
@@ -180,24 +180,24 @@ class VerifiedStore:
     def _seal_and_start(
         self, call: Call, space: Space, writes: Sequence[WriteRuns], at: Sequence[int], statuses: list[ItemStatus]
     ) -> None:
-        """Seals batch after batch, while the one before is being written."""
+        """Seals batch after batch, while the previous one is being written."""
         for first, batch in pieces(writes, BUFFER_BYTES):
             if not call.wait(_IN_FLIGHT) or call.error is not None:
                 return
             try:
                 loan = self._staging.borrow(places([sum(map(len, write.runs)) for write in batch if len(write.runs) != 1])[1])
-            except (StoreError, OSError) as error:  # no memory to be had
+            except (StoreError, OSError) as error:  # no memory available
                 call.fail(str(error))
                 return
             try:
                 sealed = self._seal(space, batch, loan)
             except BaseException:
-                loan.give_back()
+                loan.release()
                 raise
             call.start(self._writing, partial(self._write_piece, space, sealed, at[first : first + len(batch)], statuses, loan))
 
     def _seal(self, space: Space, batch: Sequence[WriteRuns], loan: Loan) -> list[Write]:
-        """Values with their stamps. Those of one run stay where they are; those of several are put together."""
+        """Values with their stamps. Those of one run stay where they are; those of several are gathered."""
         starts, _ = places([sum(map(len, write.runs)) if len(write.runs) != 1 else 0 for write in batch])
         data = []
         for write, start in zip(batch, starts, strict=True):
@@ -223,12 +223,12 @@ class VerifiedStore:
                     for place, outcome in zip(at, outcomes, strict=True):
                         statuses[place] = OF_WRITE[outcome]
         finally:
-            loan.give_back()
+            loan.release()
 
-    # ---- questions and orders ---------------------------------------------------------------------
+    # ---- queries and commands ---------------------------------------------------------------------
 
     def _ask(self, space: Space, keys: Sequence[bytes]) -> list[bool] | None:
-        """What the store says it has; None when it does not say."""
+        """Which values the store reports; None if it does not answer."""
         if not keys:
             return []
         found: list[bool] = []
@@ -269,5 +269,5 @@ class VerifiedStore:
 def _attempt(work: Callable[[], None], errors: list[Exception]) -> None:
     try:
         work()
-    except Exception as error:  # the worker boundary: it belongs to whoever waits
+    except Exception as error:  # worker boundary: the caller raises it
         errors.append(error)

@@ -32,7 +32,7 @@ def refuse(number: int, size: int, **options: int) -> mmap.mmap:
 def test_tiers_larger_than_the_machine_are_refused_with_what_there_is(device_bytes: int | None, host_bytes: int | None) -> None:
     with pytest.raises(ConfigError, match=r"take 1024\.0 TiB|take 1\.0 PiB|take .*PiB") as refusal:
         build_cache(HYBRID, CacheConfig(device_bytes=device_bytes, host_bytes=host_bytes))
-    assert "free" in str(refusal.value) and "give less device_bytes or host_bytes" in str(refusal.value)
+    assert "free" in str(refusal.value) and "lower device_bytes or host_bytes" in str(refusal.value)
 
 
 def test_memory_that_the_system_refuses_is_no_raw_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,7 +304,7 @@ class World:
                 named = named if schedule.harm in (Harm.KILL, Harm.STOP) else set(range(RANKS))
                 assert any(f"rank {rank}" in outcome.error for rank in named), outcome
                 if schedule.harm in (Harm.PAUSE, Harm.DELAY) and schedule.moment is not Moment.STARTING:
-                    assert "no sign of life" in str(self.workers.last_loss), self.workers.last_loss
+                    assert "did not respond" in str(self.workers.last_loss), self.workers.last_loss
             case Finish.ABORTED:
                 assert outcome.asked.abort_step is not None, outcome
             case _:

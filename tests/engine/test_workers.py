@@ -86,7 +86,7 @@ def workers_of(engine: Engine) -> RankWorkers:
     return engine._runner.workers
 
 
-@pytest.mark.parametrize(("sign", "says"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "no sign of life")])
+@pytest.mark.parametrize(("sign", "says"), [(signal.SIGKILL, "ended by SIGKILL"), (signal.SIGSTOP, "did not respond")])
 def test_a_lost_rank_fails_its_requests_and_comes_back_with_a_warm_host(engine: Engine, sign: int, says: str) -> None:
     before = answers(engine, [prompt(300)])
     settle(engine.cache)
@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped_while_it_loads_is_missed_long_before_its_start_i
     os.kill(pids(engine)[1], signal.SIGSTOP)
     processes.silent_s = 8.0  # not the three times as long that it would have
     run_until(engine, lambda: engine.ranks is not None and engine.ranks.losses == 2)
-    assert engine.ranks is not None and "rank 1 was lost: it gave no sign of life" in str(engine.ranks.last_loss)
+    assert engine.ranks is not None and "rank 1 was lost: it did not respond" in str(engine.ranks.last_loss)
     same(answers(engine, [prompt(100)]), expected)
 
 

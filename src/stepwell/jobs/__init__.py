@@ -1,1 +1,1 @@
-"""Work that goes on beside the engine: copies between memories and store operations, on worker threads of every rank."""
+"""Work in the background of the engine: copies between memories and store operations, on worker threads of every rank."""

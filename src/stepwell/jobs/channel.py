@@ -3,9 +3,9 @@
     frame    | size: 4 | kind: 8 | size of fields: 4 | arrays: 4 | numbers: 1 | head, and how many there are
              | a number: 8 | ... | an array's kind and length: 1 + 4 | ... | fields: JSON | array | ...
 
-What is told often has numbers and arrays alone: names and JSON are for the rest. What comes in is looked at before it is
-believed: a frame that is too long, or is not made like this, closes the channel. So does the end of the other process. What
-cannot be sent at once waits here, up to a limit: nobody hangs on a peer that does not read.
+Frequent messages have numbers and arrays alone: names and JSON are for the others. Input is checked before it is used: a frame
+that is too long, or malformed, closes the channel. So does the end of the other process. Output that cannot be sent at once is
+buffered here, up to a limit: a peer that does not read blocks no sender.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MOST_BYTES = 64 << 20  # of a frame, and of what waits to be sent
-MOST_NUMBERS = 255  # beside arrays
+MOST_BYTES = 64 << 20  # of a frame, and of the output buffer
+MOST_NUMBERS = 255  # in addition to arrays
 _HEAD, _SIZED, _ARRAY = Struct("<8sIIB"), Struct("<I8sIIB"), Struct("<BI")
 _CODES = {"<i4": ord("i"), "<i8": ord("q"), "<f8": ord("d")}
 _ITEMS = {code: (kind, int(kind[-1])) for kind, code in _CODES.items()}  # and their bytes
-_NOTHING = {kind: np.empty(0, kind) for kind in _CODES}  # of which no buffer can be made
+_NOTHING = {kind: np.empty(0, kind) for kind in _CODES}  # an empty array has no buffer to parse
 _READ_BYTES = 1 << 18
 _json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -36,12 +36,12 @@ Array = npt.NDArray[Any]
 
 
 class ChannelClosed(Exception):
-    """Nothing comes or goes any more; the message says why."""
+    """Nothing can be sent or received any more; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Message:
-    """What is told: a word of up to eight letters, whole numbers in an order that goes with it, plain values by name, and arrays
+    """One message: a word of up to eight letters, whole numbers in an order that depends on it, plain values by name, and arrays
     of numbers.
     """
 
@@ -51,7 +51,7 @@ class Message:
     arrays: Sequence[Array] = ()
 
     def number(self, name: str) -> int:
-        """A whole number, not negative. Raises ValueError where there is none."""
+        """A whole number, not negative. Raises ValueError if there is none."""
         value = self.fields.get(name)
         if type(value) is not int or value < 0:
             raise ValueError(f"{self.kind}: {name} is no number: {value!r:.80}")
@@ -64,14 +64,14 @@ class Message:
         return value
 
     def counts(self, many: int) -> Sequence[int]:
-        """Its numbers: so many, none of them negative. Raises ValueError for others."""
+        """Its numbers: exactly `many`, none of them negative. Raises ValueError otherwise."""
         if len(self.numbers) != many or min(self.numbers) < 0:
             raise ValueError(f"{self.kind}: {list(self.numbers)!r:.80} are not {many} numbers")
         return self.numbers
 
 
 def packed(message: Message) -> bytes:
-    """A message as a frame. Raises ValueError where it would be too long."""
+    """A message as a frame. Raises ValueError if it would be too long."""
     arrays = [np.ascontiguousarray(each) for each in message.arrays]
     kinds = [each.dtype.str for each in arrays]
     assert _CODES.keys() >= set(kinds), f"arrays of these numbers are not sent: {kinds}"
@@ -87,7 +87,7 @@ def packed(message: Message) -> bytes:
 
 
 def unpacked(body: bytes) -> Message:
-    """What a frame says, behind its size. Raises ValueError for anything that is not one."""
+    """Parses a frame without its size field. Raises ValueError for anything that is not one."""
     if len(body) < _HEAD.size:
         raise ValueError("a frame shorter than its head")
     kind, size, num_arrays, num_numbers = _HEAD.unpack_from(body)
@@ -104,14 +104,14 @@ def unpacked(body: bytes) -> Message:
 
 
 def _fields(text: bytes) -> Mapping[str, Any]:
-    fields = json.loads(text.decode())  # what is wrong with it is a ValueError too, unless it is nested without end
+    fields = json.loads(text.decode())  # errors in it are ValueErrors too, except for endless nesting
     if not isinstance(fields, dict):
         raise ValueError("a frame whose fields have no names")
     return fields
 
 
 def _arrays(body: bytes, described: int, end: int, start: int) -> list[Array]:
-    """Of which a description stands between `described` and `end`, and that begin at `start`."""
+    """Parses the arrays described in `body[described:end]`; their data begins at `start`."""
     arrays: list[Array] = []
     for at in range(described, end, _ARRAY.size):
         code, count = _ARRAY.unpack_from(body, at)
@@ -128,7 +128,7 @@ def _arrays(body: bytes, described: int, end: int, start: int) -> list[Array]:
 
 
 class Channel:
-    """One end. `send` may be called from several threads, all else from one."""
+    """One end. Several threads may call `send`; everything else is for one thread."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -137,14 +137,14 @@ class Channel:
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._out = bytearray()
         self._sending = Lock()
-        self.closed: str | None = None  # why, once it is
-        self._polled = select.poll()  # for what comes; one that is made anew costs as much as a message is long
+        self.closed: str | None = None  # why, once it is closed
+        self._polled = select.poll()  # for input; to create one costs as much as a long message
         self._polled.register(connected, select.POLLIN)
-        self.heard_s = monotonic()  # when anything came last
+        self.heard_s = monotonic()  # when anything was received last
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """One end for this process, and a socket to hand to the other."""
+        """One end for this process, and a socket to pass to the other."""
         ours, theirs = socket.socketpair()
         return cls(ours), theirs
 
@@ -153,12 +153,12 @@ class Channel:
 
     @property
     def wanted(self) -> int:
-        """What to poll it for: what comes, and room for what waits to be sent."""
+        """The events to poll for: input, and space for buffered output."""
         return select.POLLIN | (select.POLLOUT if self._out else 0)
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other end is closed, as it is when its process ends; what came before may still be there."""
+        """Whether the other end is closed, as it is when its process ends; earlier input may still be there."""
         if self._socket.fileno() < 0:
             return True
         polled = select.poll()
@@ -170,7 +170,7 @@ class Channel:
         self.send_packed(packed(message))
 
     def send_packed(self, frame: bytes) -> None:
-        """The same for one that is packed already."""
+        """Like `send`, for a message that is packed already."""
         with self._sending:
             self._must_be_open()
             if len(self._out) + len(frame) > MOST_BYTES:
@@ -181,16 +181,16 @@ class Channel:
                 self._flush()
 
     def flush(self) -> bool:
-        """Sends what waits, as far as the other end takes it; whether nothing is left. Raises ChannelClosed.
+        """Sends buffered output, as far as the other end takes it; returns whether none is left. Raises ChannelClosed.
 
-        What the other end said before it went can still be received.
+        Input that the other end sent before it closed can still be received.
         """
         with self._sending:
             self._must_be_open()
             return self._flush()
 
     def receive(self) -> list[Message]:
-        """All that has come, without waiting. Raises ChannelClosed once everything that came before the end was given."""
+        """Everything received, without waiting. Raises ChannelClosed once all input before the end was returned."""
         messages: list[Message] = []
         if self.closed is None:
             self._read()
@@ -198,7 +198,7 @@ class Channel:
             size = int.from_bytes(self._in[:4], "little")
             if size > MOST_BYTES:
                 self._in.clear()
-                self.closed = f"it says that a message of {size} bytes comes"
+                self.closed = f"it announced a message of {size} bytes"
                 break
             if len(self._in) < 4 + size:
                 break
@@ -208,13 +208,13 @@ class Channel:
                 messages.append(unpacked(body))
             except (ValueError, RecursionError) as error:
                 self._in.clear()
-                self.closed = f"it sends what is no message: {error}"
+                self.closed = f"it sent an invalid message: {error}"
         if not messages:
             self._must_be_open()
         return messages
 
     def wait(self, timeout_s: float) -> None:
-        """Waits until something comes, or can be sent that waits, for so long at most."""
+        """Waits until there is input, or buffered output can be sent, for at most this time."""
         if self.closed is None:
             self._polled.modify(self._socket, self.wanted)
             self._polled.poll(max(timeout_s, 0) * 1000)
@@ -251,7 +251,7 @@ class Channel:
                 self._in += self._buffer[:size]
                 self.heard_s = monotonic()
                 if size < _READ_BYTES:
-                    return  # that was all; what comes later is told by the next poll
+                    return  # that was all; the next poll reports later input
         except BlockingIOError:
             pass
         except OSError as error:

@@ -1,8 +1,8 @@
 """Child processes that end when this process does, however it ends: at its last line, by Ctrl-C, or by `kill -9`.
 
-Linux kills such a child when the thread that started it ends (PR_SET_PDEATHSIG), so all of them are started by one thread
-that lasts as long as the process. The child asks for that itself, in a few lines that run before the command and then
-become it: code between fork and exec in a process with threads may deadlock.
+Linux kills such a child when the thread that started it ends (PR_SET_PDEATHSIG), so one thread that lasts as long as the process
+starts all of them. The child requests that itself, in a few lines that run before the command and then become it: code between
+fork and exec in a process with threads may deadlock.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Runs copies and store operations on every rank, on worker threads, and brings home what came of them. Decides nothing.
+"""Runs copies and store operations on every rank, on worker threads, and returns their results. Decides nothing.
 
-A job is complete when every rank has answered; one rank's failure is everybody's. Exceptions of any kind are caught here and
+A job is complete when every rank has answered; if one rank fails, the job fails. Exceptions of any kind are caught here and
 become answers that keep their text.
 
-Of copies, those that a request waits for have threads of their own beside saves. So have questions, reads and writes at a store:
-no request waits behind a backup, nor a question behind the reads of somebody else. Writes of a rank run in order, on one thread
-by default: parents before children. A thread before that one seals what comes next. Small writes that were sealed while another
-was written go to the store together: a durable one syncs once for all of them.
+Copies that a request waits for and saves have separate threads. So have store queries, reads and writes: no request waits behind
+a backup, and no query behind the reads of another request. Writes of a rank run in order, on one thread by default: parents
+before children. A thread before that one seals the next put. Small puts that were sealed while another was being written go to
+the store together: a durable store syncs once for all of them.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from stepwell.store.api import never
 from stepwell.transfer.copy_engine import CopyEngine, Work
 from stepwell.transfer.store_worker import Sealed, StoreWorker, goes_with
 
-Cancelled = Callable[[], bool]  # may become true at any time, from a worker's point of view
+Cancelled = Callable[[], bool]  # may become true at any time, as seen from a worker
 
 # ---- copies -------------------------------------------------------------------------------------
 
 
 class Arriving(Protocol):
-    """A copy to the device that has begun, or is being queued there: what is queued beside it may wait for it layer by layer."""
+    """A copy to the device that has begun, or is being queued there: later work on the device may wait for it layer by layer."""
 
     def wait(self, state: str, layer: int) -> None:
         """Makes what the calling thread queues on the device from now on wait for one layer of a state.
 
-        Waits itself until the layer's copies are queued, and raises TimeoutError where they never are.
+        Blocks until the layer's copies are queued, and raises TimeoutError if they never are.
         """
         ...
 
@@ -60,16 +60,16 @@ Arrivals = Callable[[JobId], Arriving | None]  # None for a job that has not beg
 
 
 class CopyExecutor(JobExecutor[Plan, Completion], Protocol):
-    """Takes plans and gives back completions, on the cache's thread; only `drain` waits."""
+    """Accepts plans and returns completions, on the cache's thread; only `drain` waits."""
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks carry out every plan."""
+        """The number of ranks that carry out every plan."""
         ...
 
 
 class ThreadCopyExecutor:
-    """Worker threads for each rank: some for what a request waits for, one for saves, which may take their time."""
+    """Worker threads for each rank: some for copies that a request waits for, one for saves, which may take longer."""
 
     def __init__(self, ranks: Sequence[CopyEngine], clock: Clock | None = None, *, workers_per_rank: int = 2) -> None:
         assert ranks, "an executor needs at least one rank's copy engine"
@@ -85,7 +85,7 @@ class ThreadCopyExecutor:
 
     def submit(self, plan: Plan) -> None:
         lines = self._saving if plan.purpose is Purpose.SAVE and not plan.awaited else self._urgent
-        self._jobs.open(plan.job, lines, called_off="it was called off")
+        self._jobs.open(plan.job, lines, called_off="it was cancelled")
         for rank, (copy_engine, line) in enumerate(zip(self._ranks, lines, strict=True)):
             self._jobs.enqueue(plan.job, rank, line, partial(attempt_copy, rank, begin_copy(copy_engine, plan)))
 
@@ -128,10 +128,10 @@ class InlineCopyExecutor(DoneAtOnce[Completion]):
 
 
 def begin_copy(copy_engine: CopyEngine, plan: Plan) -> Work:
-    """Hands a plan to a rank. A copy engine that cannot even begin fails like one that cannot copy."""
+    """Passes a plan to a rank. A copy engine that fails to begin counts like one that fails to copy."""
     try:
         return copy_engine.begin(plan)
-    except Exception as error:  # the edge to somebody else's code: a failure comes home as a value
+    except Exception as error:  # boundary to code of others: a failure is returned as a value
         failure = error
 
     def fail() -> None:
@@ -141,10 +141,10 @@ def begin_copy(copy_engine: CopyEngine, plan: Plan) -> Work:
 
 
 def attempt_copy(rank: int, work: Work) -> str | None:
-    """One rank's try at a plan: None when it worked, else what went wrong."""
+    """One rank's attempt at a plan: None if it worked, else the error."""
     try:
         work()
-    except BaseException as error:  # the worker boundary: likewise, and the thread lives on
+    except BaseException as error:  # worker boundary: a failure is returned as a value, and the thread lives on
         return f"rank {rank}: {type(error).__name__}: {error}"
     return None
 
@@ -153,14 +153,14 @@ def attempt_copy(rank: int, work: Work) -> str | None:
 
 
 class StoreExecutor(JobExecutor[StoreOp, Reply], Protocol):
-    """Takes store operations and gives back replies. Called on the cache's thread; only `answer` and `drain` wait."""
+    """Accepts store operations and returns replies. Called on the cache's thread; only `answer` and `drain` wait."""
 
     def cancel(self, job: JobId) -> None:
-        """Tells ranks that have begun an operation to stop as soon as they can. It is answered all the same."""
+        """Asks ranks that have begun an operation to stop as soon as they can. It is answered in any case."""
         ...
 
     def answer(self, job: JobId, timeout_s: float) -> Reply | None:
-        """One operation's reply, before its turn: waits at most so long for it, then None. `answers` will not have it again."""
+        """One operation's reply, out of turn; None if it does not come in time. `answers` will not return it again."""
         ...
 
 
@@ -224,7 +224,7 @@ class ThreadStoreExecutor:
             line.close()
 
     def _seal(self, rank: int, op: StoreOp) -> None:
-        """The first half of a put. When it is over the operation has not begun yet, and can be taken back."""
+        """The first half of a put. After it the operation has not begun yet, and can still be withdrawn."""
         started_s = self._clock.now()
         found = self._jobs.prepare(op.job, rank, partial(seal_op, self._ranks[rank], op, self._is_cancelled(op)))
         if found is None:
@@ -235,14 +235,14 @@ class ThreadStoreExecutor:
         self._writing[rank].submit(partial(self._write, rank))
 
     def _write(self, rank: int) -> None:
-        """The other half: of the put that was sealed first, and of those behind it that go with it."""
+        """The second half: writes the put that was sealed first, with later ones that go with it."""
         group = self._next_group(rank)
         outcomes = put_ops(self._ranks[rank], group, self._cancelled)
         for each, outcome in zip(group, outcomes, strict=True):
             self._jobs.end(each.op.job, rank, outcome, before_s=each.before_s)
 
     def _next_group(self, rank: int) -> list[_SealedOp]:
-        """Puts to be written in one go, begun; none where others took all there were, or they were withdrawn."""
+        """Begins puts to be written in one call; empty if other threads took all of them, or they were withdrawn."""
         group: list[_SealedOp] = []
         size_bytes = 0
         with self._sealed_lock:
@@ -263,16 +263,16 @@ class ThreadStoreExecutor:
 
 
 def attempt_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled = never) -> Outcome:
-    """One rank's try at an operation. Whatever goes wrong comes home as an outcome."""
+    """One rank's attempt at an operation. Any failure is returned as an outcome."""
     return _safely(op, cancelled, lambda: worker.run(op.namespace, op.task, cancelled))
 
 
 class _SealedOp(NamedTuple):
-    """A put that waits to be written on one rank; or, sealed in vain, to be answered in its turn."""
+    """A put that waits to be written on one rank; or, if sealing failed, to be answered in its turn."""
 
     op: StoreOp
     sealed: Sealed | Outcome
-    before_s: float  # spent on it already
+    before_s: float  # time spent on it already
 
 
 def _goes_with(first: _SealedOp, each: _SealedOp, before_bytes: int) -> bool:
@@ -282,9 +282,9 @@ def _goes_with(first: _SealedOp, each: _SealedOp, before_bytes: int) -> bool:
 
 
 def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Sealed | Outcome:
-    """The first half of one rank's try at a put; the outcome where that is the end of it."""
+    """The first half of one rank's attempt at a put; the outcome if that ends it."""
     task, found = op.task, []
-    assert isinstance(task, (PutPages, PutCheckpoint)), f"nothing of {task} is to be sealed"
+    assert isinstance(task, (PutPages, PutCheckpoint)), f"{task} has nothing to seal"
 
     def first() -> Outcome:
         found.append(worker.seal(op.namespace, task))
@@ -295,8 +295,8 @@ def seal_op(worker: StoreWorker, op: StoreOp, cancelled: Cancelled) -> Sealed | 
 
 
 def put_ops(worker: StoreWorker, group: Sequence[_SealedOp], cancelled: Container[JobId]) -> list[Outcome]:
-    """The other half, for puts that go together: what came of each. When the store fails them all, each is tried alone: the
-    failure of one call must not count as that of many, nor one put fail another.
+    """The second half, for puts that go together: the outcome of each. If the store fails them all, each is tried alone: the
+    failure of one call must not count as several, and one put must not fail another.
     """
     ends = [each.sealed if isinstance(each.sealed, Outcome) else _called_off(each.op) for each in group]
     wanted = {
@@ -321,7 +321,7 @@ def _safely(op: StoreOp, cancelled: Cancelled, work: Callable[[], Outcome]) -> O
         return _called_off(op)
     try:
         return work()
-    except BaseException as error:  # the edge to somebody else's code: a failure comes home as a value, and the thread lives on
+    except BaseException as error:  # boundary to code of others: a failure is returned as a value
         return _failed(op, error)
 
 

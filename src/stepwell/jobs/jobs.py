@@ -1,12 +1,12 @@
-"""Work under way on every rank, and what it holds until it has ended: the same for copies and for store operations.
+"""Running work on every rank, and the references it holds until it has ended: the same for copies and for store operations.
 
-    start             a number, a reference to every page named, and off to the executor
-    apply             what the ranks have answered, each job once
-    withdraw          takes back what no rank has begun
-    give_up_overdue   withdraws or fails what has made no progress for too long
+    start             assigns a number, takes a reference to every page named, and submits the task to the executor
+    apply             handles what the ranks have answered, each job once
+    withdraw          cancels a job that no rank has begun
+    give_up_overdue   withdraws or fails jobs without progress for too long
 
-A job ends once for whoever started it: answered, withdrawn or overdue. Its pages stay held until every rank has answered, since
-one that is overdue may still be using them. Tasks and answers are plain values, so that executors may have ranks anywhere.
+A job ends once for its caller: answered, withdrawn or overdue. Its pages stay held until every rank has answered, since an
+overdue rank may still be using them. Tasks and answers are plain values, so that executors may have ranks anywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stepwell.jobs.wakeup import Wakeup
 from stepwell.tree.node import Residency
 from stepwell.tree.tree import Tree
 
-LOOK_SHARE = 1 / 16  # of the time limit passes between two looks at what is overdue: a long line takes time to look through
+LOOK_SHARE = 1 / 16  # of the time limit passes between two checks for overdue jobs: a long queue takes time to check
 
 
 class Numbered(Protocol):
@@ -40,7 +40,7 @@ Given = TypeVar("Given")
 
 
 class JobExecutor(Protocol[T_contra, Given]):
-    """Runs tasks on every rank and gives back answers. Called on the cache's thread; only `drain` waits."""
+    """Runs tasks on every rank and returns answers. Called on the cache's thread; only `drain` waits."""
 
     def submit(self, task: T_contra) -> None: ...
 
@@ -49,30 +49,30 @@ class JobExecutor(Protocol[T_contra, Given]):
         ...
 
     def withdraw(self, job: JobId) -> bool:
-        """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""
+        """Cancels a job that no rank has begun: it will not be answered. False if a rank has begun it, or all have answered."""
         ...
 
     def progressed_s(self, job: JobId) -> float:
-        """When the rank that is furthest behind with a job last got on: began it, or something before it in line.
-        Minus infinity where nobody knows.
+        """When the rank that is furthest behind with a job last made progress: began it, or something before it in the queue.
+        Minus infinity if that is unknown.
         """
         ...
 
     def wake_by(self, wake: Callable[[], None]) -> bool:
-        """From now on calls `wake`, from any thread, with every new answer. False if it cannot: then it is asked often."""
+        """From now on calls `wake`, from any thread, with every new answer. False if it cannot: then answers must be polled."""
         ...
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until everything submitted was answered, or for so long."""
+        """Waits until everything submitted was answered, or for this time."""
         ...
 
     def close(self) -> None:
-        """Takes no more and lets its threads end; does not wait for one that hangs."""
+        """Accepts no more work and lets its threads end; does not wait for one that hangs."""
         ...
 
 
 class DoneAtOnce(Generic[Given]):
-    """What executors have in common that have done a task when they were given it."""
+    """The common part of executors that complete a task when it is submitted."""
 
     def __init__(self) -> None:
         self._done: list[Given] = []
@@ -99,11 +99,11 @@ class DoneAtOnce(Generic[Given]):
 
 class End(Enum):
     ANSWERED = "every rank has answered"
-    WITHDRAWN = "no rank had begun it when it was taken back"
+    WITHDRAWN = "no rank had begun it when it was cancelled"
     OVERDUE = "some rank made no progress for too long"
 
 
-OnEnd = Callable[[End, A | None], None]  # the answer, where there is one
+OnEnd = Callable[[End, A | None], None]  # the answer, if there is one
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -131,9 +131,9 @@ class Jobs(Generic[T, A]):
         self._tree = tree
         self._clock = clock
         self._before_release = before_release
-        self._running: dict[JobId, _Running[T, A]] = {}  # in the order they were started
+        self._running: dict[JobId, _Running[T, A]] = {}  # in the order of their start
         self._given: deque[A] = deque()  # answers that were not applied yet
-        self._applied: list[A] = []  # those that count, and that nobody was told of
+        self._applied: list[A] = []  # those that count, and were not returned yet
         self._num_given_up = 0
         self._next_look_s = -inf
         self._last_id = 0
@@ -144,7 +144,7 @@ class Jobs(Generic[T, A]):
 
     @property
     def num_awaited(self) -> int:
-        """Those whose outcome will still count."""
+        """The number of jobs whose outcome will still count."""
         return len(self._running) - self._num_given_up
 
     def is_running(self, job: JobId) -> bool:
@@ -155,7 +155,7 @@ class Jobs(Generic[T, A]):
         return job in self._running and not self._running[job].given_up
 
     def tasks(self) -> Iterator[T]:
-        """Those whose outcome will still count."""
+        """The tasks whose outcome will still count."""
         return (running.task for running in self._running.values() if not running.given_up)
 
     def held(self) -> Iterator[Span]:
@@ -163,7 +163,7 @@ class Jobs(Generic[T, A]):
         return (span for running in self._running.values() for span in running.pages)
 
     def readers(self) -> Iterator[Residency]:
-        """The checkpoints that jobs read, once for each, for audits."""
+        """The checkpoints that jobs read, once for each job, for audits."""
         return (residency for running in self._running.values() for residency in running.reads)
 
     def next_id(self) -> JobId:
@@ -179,9 +179,9 @@ class Jobs(Generic[T, A]):
         self._executor.submit(task)
 
     def apply(self) -> list[A]:
-        """Ends everything that was answered since last time; returns the answers that count.
+        """Ends every job answered since the last call; returns the answers that count.
 
-        Raises what applying one of them raises: the others are not lost with it, and have their turn the next time.
+        Raises the exception of the first that fails: the others are kept for the next call.
         """
         self._given += self._executor.answers()
         while self._given:
@@ -192,7 +192,7 @@ class Jobs(Generic[T, A]):
         return applied
 
     def settle(self, answer: A) -> bool:
-        """Ends one job; false when it was given up on before, whatever came of it."""
+        """Ends one job; False if it was overdue or withdrawn before."""
         running = self._running.pop(answer.job)
         try:
             self._tell(running, End.ANSWERED, answer)
@@ -203,7 +203,7 @@ class Jobs(Generic[T, A]):
         return not running.given_up
 
     def withdraw(self, job: JobId) -> bool:
-        """Takes a job back that no rank has begun. False when one has, or it has ended."""
+        """Cancels a job that no rank has begun. False if a rank has begun it, or it has ended."""
         if job not in self._running or not self._executor.withdraw(job):
             return False
         running = self._running.pop(job)
@@ -214,20 +214,20 @@ class Jobs(Generic[T, A]):
         return True
 
     def withdraw_all(self) -> int:
-        """Takes back everything that no rank has begun; how many they were."""
+        """Cancels every job that no rank has begun; returns their number."""
         return sum([self.withdraw(job) for job in list(self._running) if not self._running[job].given_up])
 
     def take_back_all(self) -> None:
-        """Ends all there are, of ranks that are gone: what was answered counts, the rest is taken back, and none goes on."""
+        """Ends all jobs of ranks that are gone: those that were answered count, the others are withdrawn."""
         self.apply()
         for job in list(self._running):
-            taken_back = self.withdraw(job)
-            assert taken_back, f"job {job} may still be carried out"
+            withdrawn = self.withdraw(job)
+            assert withdrawn, f"job {job} may still be carried out"
 
     def give_up_overdue(self, timeout_s: float) -> dict[JobId, End]:
-        """Ends jobs on which some rank has made no progress for so long, for all ranks; says how each ended.
+        """Ends jobs on which a rank has made no progress for this long, for all ranks; returns how each ended.
 
-        Those that no rank has begun are withdrawn. The others keep their pages until that rank does answer.
+        Jobs that no rank has begun are withdrawn. The others keep their pages until that rank answers.
         """
         now = self._clock.now()
         if now < self._next_look_s:
@@ -249,14 +249,14 @@ class Jobs(Generic[T, A]):
         return ends
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until everything was answered, or for so long."""
+        """Waits until everything was answered, or for this time."""
         self._executor.drain(timeout_s)
 
     def close(self) -> None:
         self._executor.close()
 
     def _tell(self, running: _Running[T, A], end: End, answer: A | None) -> None:
-        """Says that a job has ended to whoever started it, unless that was told already that it was given up on."""
+        """Reports the end of a job to its caller, unless it was reported as overdue before."""
         if running.given_up:
             self._num_given_up -= 1
         else:

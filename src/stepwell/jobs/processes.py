@@ -1,14 +1,14 @@
 """Worker processes, one for each rank: started, watched, and ended together. Knows their numbers, never what they compute.
 
-    start    a process of its own for each rank, with its ends of two channels, and what else it is to inherit
-    poll     what they have said; pings them, and finds out who has ended, or is silent though asked
+    start    starts a process for each rank, with its ends of two channels, and the descriptors that it inherits
+    poll     returns their messages; pings them, and detects processes that have ended, or do not respond
     end      kills them all and waits until they are gone
 
-One that is lost is everybody's loss: collectives of the others would wait for it. A process that is stopped (SIGSTOP) does not
-end, so each is asked for a sign of life now and then. One thread.
+If one is lost, all are: collectives of the others would wait for it. A process that is stopped (SIGSTOP) does not end, so each is
+pinged now and then. One thread.
 
-Of the two channels one is for what is answered whatever a process computes; what it computes, one after the other, has the other
-for itself, so that the thread which does can read it, and no other has to wake for it.
+One of the two channels is for messages that are answered at any time; the other is for the work in sequence, which the computing
+thread reads itself, so that no other thread has to wake for it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from time import monotonic
 from stepwell.jobs.channel import Channel, ChannelClosed, Message, packed
 
 PING, PONG = "ping", "pong"
-END_S = 5.0  # that a process has to end by itself when it is asked to
-GONE_S = 60.0  # that one which was killed has to be gone
-GOING_S = 5.0  # the same of those whose end of the channel is gone already: their status follows
-SOON_S = 0.5  # in which the end of a rank's channel follows what another one complains of, where that is the reason
+END_S = 5.0  # in which a process must end by itself when it is asked to
+GONE_S = 60.0  # in which a killed process must be gone
+GOING_S = 5.0  # the same for processes whose end of the channel is closed already: their status follows
+SOON_S = 0.5  # in which the hang-up of a rank follows the complaint of another rank, if that is the cause
 
 
 class RankLost(Exception):
-    """A rank is not there any more, and with it all of them. `rank` says which was lost first."""
+    """A rank is lost, and with it all of them. `rank` is the one that was lost first."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} was lost: {why}")
@@ -43,9 +43,9 @@ class _Process:
     running: subprocess.Popen[bytes]
     channel: Channel
     work: Channel
-    pinged_s: float | None = None  # when it was asked for a sign of life that has not come
-    late_s: float | None = None  # when that was first seen to be late
-    spoke: bool = False  # it is not asked before it has said something: it may take long to start
+    pinged_s: float | None = None  # when it was pinged without an answer yet
+    late_s: float | None = None  # when the ping was first seen to be late
+    spoke: bool = False  # it is not pinged before its first message: it may take long to start
 
     @property
     def channels(self) -> tuple[Channel, Channel]:
@@ -60,8 +60,8 @@ class _Process:
         return self.channel.hung_up or self.work.hung_up
 
     def hear(self, ready: Container[int]) -> list[Message]:
-        """What has come on the channels that are ready. Raises ChannelClosed where nothing more will: not before it has given
-        what was said on the one before the other ended.
+        """The messages on the channels that are ready. Raises ChannelClosed only after it has returned the messages that were
+        sent on one channel before the other ended.
         """
         messages: list[Message] = []
         ended: ChannelClosed | None = None
@@ -82,13 +82,13 @@ class _Process:
 
 
 class Processes:
-    """Those of all ranks. `silent_s` without a sign of life, and one is lost; whoever knows what they do may change it."""
+    """The processes of all ranks. One that is silent for `silent_s` is lost; the caller may change the limit."""
 
     def __init__(self, *, silent_s: float, clock: Callable[[], float] = monotonic) -> None:
         self.silent_s = silent_s
         self._clock = clock
         self._ranks: list[_Process] = []
-        self._polls: dict[int | None, select.poll] = {}  # by who is waited for: making one takes longer than to ask it
+        self._polls: dict[int | None, select.poll] = {}  # by the rank waited for: creating one takes longer than polling it
         self.lost: RankLost | None = None
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Processes:
         return [each.running.pid for each in self._ranks]
 
     def start(self, command: Sequence[str], *, inherit: Sequence[int] = (), environment: Mapping[str, str] | None = None) -> int:
-        """One rank more; its number. The descriptors of its ends are added to the command: that for work, then the other."""
+        """Starts one more rank; returns its number. Adds its descriptors to the command: the end for work, then the other."""
         channel, theirs = Channel.pair()
         work, its_work = Channel.pair()
         with theirs, its_work:
@@ -113,20 +113,20 @@ class Processes:
         return len(self._ranks) - 1
 
     def send(self, rank: int, message: Message, *, work: bool = False) -> None:
-        """Something to be answered at once, or `work` behind what it was given before. Raises RankLost."""
+        """Sends a message to be answered at once, or `work` behind earlier work. Raises RankLost."""
         self._send(rank, packed(message), work=work)
 
     def send_all(self, message: Message, *, work: bool = False) -> None:
-        """The same to all of them."""
+        """Sends a message to all ranks."""
         frame = packed(message)
         for rank in range(len(self._ranks)):
             self._send(rank, frame, work=work)
 
     def poll(self, timeout_s: float = 0.0, *, worker: int | None = None) -> list[tuple[int, Message]]:
-        """What they have said, with who said it. Waits for so long at most until one says something. Raises RankLost.
+        """The messages of all ranks, with their senders. Waits at most this long for the first one. Raises RankLost.
 
-        Of `worker` its next answer to work is waited for, or the end of any: what others say meanwhile wakes nobody, and is told
-        with it.
+        With `worker` it waits for that rank's next answer to work, or the end of any rank: messages of others do not end the
+        wait, and are returned with the answer.
         """
         if self.lost is not None:
             raise self.lost
@@ -137,7 +137,7 @@ class Processes:
                 messages = process.hear(ready)
             except ChannelClosed as error:
                 if said:
-                    return said  # maybe one of them knows better why; it is still closed when asked again
+                    return said  # another rank may know the cause better; this channel is still closed next time
                 raise self._lose(rank, str(error)) from None
             for message in messages:
                 process.pinged_s = process.late_s = None
@@ -148,13 +148,13 @@ class Processes:
         return said
 
     def lose(self, rank: int, why: str) -> RankLost:
-        """Says that a rank is of no more use, for a reason that only its user can see."""
+        """Reports that a rank is unusable, for a reason that only its user can see."""
         return self._lose(rank, why, says_why=True)
 
     def end(self, *, within_s: float = 0.0) -> None:
-        """Ends them all: asks them to, by the end of their channel, waits for so long, and kills who is still there.
+        """Ends them all: asks them to end by closing their channels, waits this long, and kills the others.
 
-        Raises RuntimeError for one that does not go even so, and may still write to memory that it shares.
+        Raises RuntimeError for one that survives even that, and may still write to memory that it shares.
         """
         for each in self._ranks:
             for channel in each.channels:
@@ -170,7 +170,7 @@ class Processes:
             try:
                 each.running.wait(GONE_S)
             except subprocess.TimeoutExpired:
-                raise RuntimeError(f"rank {rank}, process {each.running.pid}, was killed and is still there") from None
+                raise RuntimeError(f"rank {rank}, process {each.running.pid}, was killed and still exists") from None
         self._ranks = []
         self._polls.clear()
         self.lost = None
@@ -178,17 +178,17 @@ class Processes:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _wait(self, timeout_s: float, worker: int | None) -> set[int]:
-        """Until something comes; descriptors of channels on which it did, or may have. Sends what could not be sent before."""
+        """Waits for input; returns the descriptors of channels that have or may have some. Sends buffered output."""
         waiting = [channel for process in self._ranks for channel in process.channels if channel.wanted & select.POLLOUT]
         for channel in waiting:
-            with suppress(ChannelClosed):  # whoever is gone has no more to say the next time
+            with suppress(ChannelClosed):  # a lost rank is reported by the next poll
                 channel.flush()
         polled = self._polled(None) if waiting else self._polls.get(worker)
         if polled is None:
             polled = self._polls[worker] = self._polled(worker)
         found = polled.poll(max(timeout_s, 0.0) * 1000)
         ready = {at for at, events in found if events & ~select.POLLOUT}
-        if worker is not None:  # others may have said something too; and nobody but it was listened to for all that time
+        if worker is not None:  # others may have sent messages too, and were not polled in all that time
             for process in self._ranks:
                 ready.update(channel.fileno() for channel in process.channels[bool(found) :])
         return ready
@@ -198,7 +198,7 @@ class Processes:
         for rank, process in enumerate(self._ranks):
             for channel in process.channels:
                 is_heard = worker is None or (rank == worker and channel is process.work)
-                polled.register(channel.fileno(), channel.wanted if is_heard else 0)  # its end is heard all the same
+                polled.register(channel.fileno(), channel.wanted if is_heard else 0)  # its hang-up is always reported
         return polled
 
     def _send(self, rank: int, frame: bytes, *, work: bool) -> None:
@@ -206,17 +206,17 @@ class Processes:
         try:
             channel.send_packed(frame)
         except ChannelClosed as error:
-            if channel.closed is not None:  # else `poll` hears what it said last, and then its end
+            if channel.closed is not None:  # else `poll` returns its last messages, and then its end
                 raise self._lose(rank, str(error)) from None
 
     def _ask(self, rank: int, process: _Process, now: float) -> None:
-        """For a sign of life, where it has given none for a while. Its last quarter of the time begins when somebody looks: this
-        process may have been stopped itself, and all ranks with it.
+        """Pings a process that has been silent for a while. The last quarter of the limit begins when this is noticed: this
+        process may have been stopped itself, together with all ranks.
         """
         quarter_s = self.silent_s / 4
         if process.late_s is not None:
             if now - process.late_s > quarter_s:
-                why = f"it gave no sign of life for {self.silent_s:g} s{_state_of(process.running.pid)}"
+                why = f"it did not respond for {self.silent_s:g} s{_state_of(process.running.pid)}"
                 raise self._lose(rank, why, says_why=True)
         elif process.pinged_s is not None:
             if now - process.pinged_s > 3 * quarter_s:
@@ -226,7 +226,7 @@ class Processes:
             self.send(rank, Message(kind=PING))
 
     def _lose(self, rank: int, why: str, *, says_why: bool = False) -> RankLost:
-        """The first loss counts. One that was killed is the one to name: those that wait for it in a collective fail later,
+        """Only the first loss counts. A killed process is the one to report: those that wait for it in a collective fail later,
         though maybe before the system has its status.
         """
         if self.lost is None:
@@ -242,7 +242,7 @@ class Processes:
         return self.lost
 
     def _wait_for_hang_up(self, *, but: int) -> None:
-        """Of any rank but one. One that is killed closes its sockets one by one, and maybe those to others first."""
+        """Waits for a hang-up of any other rank. A killed process closes its sockets one by one, in any order."""
         polled = select.poll()
         for rank, each in enumerate(self._ranks):
             for channel in each.channels if rank != but else ():
@@ -250,7 +250,7 @@ class Processes:
         polled.poll(SOON_S * 1000)
 
     def _wait_for_ends(self, ranks: Sequence[int]) -> None:
-        """Of those whose channels have ended: they are gone in a moment, but nobody waits longer than that for all of them."""
+        """Waits for processes whose channels have ended: they are gone in a moment. One time limit applies to all of them."""
         deadline_s = self._clock() + GOING_S
         for rank in ranks:
             with suppress(subprocess.TimeoutExpired):
@@ -265,7 +265,7 @@ def _ended(code: int) -> str:
 
 
 def _state_of(pid: int) -> str:
-    """A word on why, where the system knows."""
+    """The reason, if the system knows it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]

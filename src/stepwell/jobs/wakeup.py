@@ -1,4 +1,4 @@
-"""Wakes the cache's thread when a worker thread has answered something, so that it need not ask again and again."""
+"""Wakes the cache's thread when a worker thread has answered, so that it need not poll."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def _nothing() -> None:
 
 
 class Wakeup:
-    """One cache's. `set` may be called from any thread, all else from the cache's."""
+    """One cache's wakeup. `set` may be called from any thread, everything else from the cache's."""
 
     def __init__(self) -> None:
         self.answered = Event()
-        self.polled = False  # some executor cannot call `set`: its answers must be asked for
-        self.listener: Callable[[], None] = _nothing  # is called too, on the thread that has answered: must be quick
+        self.polled = False  # an executor cannot call `set`: its answers must be polled
+        self.listener: Callable[[], None] = _nothing  # also called, on the thread that has answered: must be quick
 
     def set(self) -> None:
         self.answered.set()

@@ -1,6 +1,6 @@
-"""Jobs on worker threads, a part of each on every rank: who has begun, who has answered, who makes no progress.
+"""Jobs on worker threads, with one part for each rank: which ranks have begun, answered, or make no progress.
 
-What copies and store operations have in common. Knows numbers and callables, never pages or keys; decides nothing.
+The common part of copies and store operations. Knows numbers and callables, never pages or keys; decides nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Work = Callable[[], None]
 
 
 class WorkQueue:
-    """Daemon threads over one queue, started when there is something to do: work that hangs for ever must not keep the process
-    from ending. They end with the line, closed or forgotten.
+    """Daemon threads over one queue, started when there is work: work that hangs forever must not keep the process from ending.
+    They end with the queue, when it is closed or garbage collected.
     """
 
     def __init__(self, name: str, clock: Clock, *, threads: int = 1) -> None:
@@ -36,16 +36,16 @@ class WorkQueue:
         self._pulse = _Pulse(clock)
         self._name = f"stepwell-{name}"
         self._to_start = threads
-        self._starts = Lock()  # anybody may submit, and as many threads are started as are ended
+        self._starts = Lock()  # any thread may submit, and the number of threads started equals that ended
         self._end = finalize(self, _end_threads, self._queue, threads)
 
     @property
     def moved_s(self) -> float:
-        """When one of its threads last began or ended something."""
+        """When one of its threads last began or ended a piece of work."""
         return self._pulse.moved_s
 
     def submit(self, work: Work) -> None:
-        """Puts it in line, in any case: where the system has no more threads, work waits until it has one, when there is more."""
+        """Queues work in any case: if the system has no more threads, the work waits until a later one starts a thread."""
         assert self._end.alive, f"{self._name} was closed"
         self._queue.put(work)
         if self._to_start:
@@ -62,12 +62,12 @@ class WorkQueue:
             self._to_start -= 1
 
     def close(self) -> None:
-        """Takes no more, and lets its threads end behind everything that waits in line."""
+        """Accepts no more work, and lets its threads end after everything in the queue."""
         self._end()
 
 
 class _Pulse:
-    """What a line's threads leave behind for others to look at."""
+    """When the threads of a queue last made progress."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -81,7 +81,7 @@ def _live(queue: SimpleQueue[Work | None], pulse: _Pulse) -> None:
     while (work := queue.get()) is not None:
         pulse.beat()
         work()
-        del work  # and what it refers to, while nothing comes
+        del work  # and what it refers to, while there is no work
         pulse.beat()
 
 
@@ -92,7 +92,7 @@ def _end_threads(queue: SimpleQueue[Work | None], threads: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Generic[T]):
-    """A job that every rank has answered for, in the order of ranks. `took_s` leaves out waiting in line."""
+    """A job that every rank has answered, in the order of ranks. `took_s` excludes waiting in queues."""
 
     job: JobId
     outcomes: tuple[T, ...]
@@ -106,12 +106,12 @@ class _Stage(Enum):
 
 
 class _Part(Generic[T]):
-    """Where one rank stands with a job."""
+    """The state of one rank's part of a job."""
 
     def __init__(self, line: WorkQueue) -> None:
         self.line = line
         self.stage = _Stage.WAITING
-        self.preparing = False  # it has not begun, but something is looked at for it
+        self.preparing = False  # it has not begun, but a check runs for it
         self.begun_s = 0.0
         self.outcome: T | None = None
 
@@ -131,7 +131,7 @@ class _Job(Generic[T]):
 
 
 class RankJobs(Generic[T]):
-    """Jobs under way. All but `enqueue`, `prepare`, `move`, `begin` and `end` are for one thread, the cache's."""
+    """Running jobs. All but `enqueue`, `prepare`, `move`, `begin` and `end` are for one thread, the cache's."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -145,8 +145,8 @@ class RankJobs(Generic[T]):
         self._wake = wake
 
     def open(self, job: JobId, lines: Sequence[WorkQueue], *, called_off: T) -> None:
-        """Begins to keep count of a job whose part on rank i waits in `lines[i]`. A rank that is not to begin any more
-        answers `called_off`.
+        """Begins to track a job whose part on rank i waits in `lines[i]`. A rank that must not begin any more answers
+        `called_off`.
         """
         with self._changed:
             self._jobs[job] = _Job(lines, called_off)
@@ -156,8 +156,8 @@ class RankJobs(Generic[T]):
         return job in self._jobs
 
     def prepare(self, job: JobId, rank: int, look: Callable[[], R]) -> R | None:
-        """Does what comes before a rank's part, on the calling thread; None where the job was withdrawn. While it runs the job
-        cannot be withdrawn.
+        """Runs a check before a rank's part, on the calling thread; None if the job was withdrawn. While it runs, the job cannot
+        be withdrawn.
         """
         with self._changed:
             opened = self._jobs.get(job)
@@ -170,19 +170,19 @@ class RankJobs(Generic[T]):
         return found
 
     def enqueue(self, job: JobId, rank: int, line: WorkQueue, work: Callable[[], T], *, before_s: float = 0.0) -> None:
-        """Puts a rank's part in line. `before_s` were spent on it already. From any thread."""
+        """Queues a rank's part. `before_s` were spent on it already. From any thread."""
         self.move(job, rank, line)
         line.submit(partial(self._run, job, rank, work, before_s))
 
     def move(self, job: JobId, rank: int, line: WorkQueue) -> None:
-        """From now on a rank's part waits in another line. From any thread."""
+        """From now on a rank's part waits in another queue. From any thread."""
         with self._changed:
             opened = self._jobs.get(job)
             if opened is not None:
                 opened.parts[rank].line = line
 
     def begin(self, job: JobId, rank: int) -> bool:
-        """A rank begins its part, on the calling thread, and must `end` it; False for what was withdrawn."""
+        """Begins a rank's part, on the calling thread, which must `end` it; False if it was withdrawn."""
         with self._changed:
             opened = self._jobs.get(job)
             if opened is None or opened.parts[rank].stage is not _Stage.WAITING:
@@ -192,7 +192,7 @@ class RankJobs(Generic[T]):
             return True
 
     def end(self, job: JobId, rank: int, outcome: T, *, before_s: float = 0.0) -> None:
-        """A rank answers for its part, which it has begun."""
+        """Answers for a rank's part, which it has begun."""
         with self._changed:
             opened = self._jobs[job]
             part = opened.parts[rank]
@@ -205,7 +205,7 @@ class RankJobs(Generic[T]):
         return [self._answers.popleft() for _ in range(len(self._answers))]
 
     def answer(self, job: JobId, timeout_s: float) -> Answer[T] | None:
-        """One job's answer, before its turn: waits at most so long for it. `answers` will not have it again."""
+        """One job's answer, out of turn: waits at most this long for it. `answers` will not return it again."""
         with self._changed:
             self._changed.wait_for(lambda: job not in self._jobs, _bounded(timeout_s))
             answer = next((each for each in self._answers if each.job == job), None)
@@ -214,7 +214,7 @@ class RankJobs(Generic[T]):
             return answer
 
     def withdraw(self, job: JobId) -> bool:
-        """Takes back a job that no rank has begun: it will not be answered. False when one has, or all have."""
+        """Cancels a job that no rank has begun: it will not be answered. False if a rank has begun it, or all have answered."""
         with self._changed:
             opened = self._jobs.get(job)
             if opened is None:
@@ -222,21 +222,21 @@ class RankJobs(Generic[T]):
             if all(part.stage is _Stage.WAITING and not part.preparing for part in opened.parts):
                 self._end(job)
                 return True
-            for part in opened.parts:  # those behind a rank that hangs need not be waited for
+            for part in opened.parts:  # parts behind a rank that hangs need not be waited for
                 if part.stage is _Stage.WAITING and not part.preparing:
                     part.answer(opened.called_off)
             self._settle(job, opened)
             return False
 
     def progressed_s(self, job: JobId) -> float:
-        """When the rank that is furthest behind with a job last got on: began it, or something before it in line."""
+        """When the rank that is furthest behind with a job last made progress: began it, or something before it in the queue."""
         with self._changed:
             opened = self._jobs.get(job)
-            owing = [part.moved_s for part in opened.parts if part.stage is not _Stage.ANSWERED] if opened is not None else []
-        return min(owing, default=self._clock.now())
+            waiting = [part.moved_s for part in opened.parts if part.stage is not _Stage.ANSWERED] if opened is not None else []
+        return min(waiting, default=self._clock.now())
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until everything was answered, or for so long. Whether it was."""
+        """Waits until everything was answered, or for this time. Returns whether everything was."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._jobs, _bounded(timeout_s))
 
@@ -245,7 +245,7 @@ class RankJobs(Generic[T]):
             self.end(job, rank, work(), before_s=before_s)
 
     def _settle(self, job: JobId, opened: _Job[T]) -> None:
-        """With the last rank's answer the job is answered."""
+        """Completes the job with the last rank's answer."""
         if all(part.stage is _Stage.ANSWERED for part in opened.parts):
             outcomes = tuple(part.outcome for part in opened.parts)
             self._answers.append(Answer(job=job, outcomes=outcomes, took_s=opened.took_s))  # type: ignore[arg-type]

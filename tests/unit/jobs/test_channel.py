@@ -105,7 +105,7 @@ def test_what_is_no_message_closes_the_channel(body: bytes, ends: tuple[Channel,
 def test_a_frame_without_end_is_refused_by_its_size_alone(ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
     theirs.sendall((MOST_BYTES + 1).to_bytes(4, "little"))
-    with pytest.raises(ChannelClosed, match="says that a message of"):
+    with pytest.raises(ChannelClosed, match="announced a message of"):
         ours.receive()
 
 

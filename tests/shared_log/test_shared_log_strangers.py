@@ -84,11 +84,11 @@ def last_words(raw: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", b"not the language"),
+        (b"GET / HTTP/1.1\r\n\r\n", b"not a message"),
         (struct.pack("<4sHHI", b"SwSL", wire.VERSION + 1, Kind.HELLO, 0), b"run one release"),
         (struct.pack("<4sHHI", b"SwSL", wire.VERSION, 999, 0), b"unknown kind"),
         (struct.pack("<4sHHI", b"SwSL", wire.VERSION, Kind.CONTAINS, 2**32 - 1), b"a frame of 4294967295 bytes"),
-        (wire.pack_frame(Kind.DONE), b"no request"),
+        (wire.pack_frame(Kind.DONE), b"not a request"),
         (wire.pack_frame(Kind.MEMORY, wire.pack_number(4096)), b"without its descriptor"),
         (wire.pack_frame(Kind.CONTAINS, b"short"), b"should be"),
         (wire.pack_frame(Kind.CLEAR, b"short"), b"the digest of a space in 5 bytes"),
@@ -221,8 +221,8 @@ def read_only(size: int) -> int:
     [
         (unsealed, 64 * KIB, b"could be truncated"),
         (sealed_against_growing_only, 64 * KIB, b"could be truncated"),
-        (a_file, 64 * KIB, b"not of memory"),
-        (lambda _: os.pipe()[0], 64 * KIB, b"not of memory"),
+        (a_file, 64 * KIB, b"not one of memory"),
+        (lambda _: os.pipe()[0], 64 * KIB, b"not one of memory"),
         (read_only, 64 * KIB, b"cannot be mapped"),
         (huge, 64 * KIB, b"huge pages"),
         (memory.make_memory, 65 * KIB, b"memory of 65536 bytes, and not of 66560"),

@@ -5,7 +5,7 @@
     release       what came up from the store is worth little there, as long as memory has it
 
 A checkpoint leaves before the pages it stands on, and without it nothing in memory can use the last of them: those that the host
-has are stored with it. All others are owed to the store (`Beliefs.owes`): they go down when they leave, be it that nothing in
+has are stored with it. All others are owed to the store (`Beliefs.must_store`): they go down when they leave, be it that nothing in
 memory can use them by then, or that they are worth little. So are pages before a run that went down alone. Until then a path is
 partly in memory and partly in the store, and is found whole. What another checkpoint of its path serves for is not stored.
 """
@@ -134,14 +134,14 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
     if victim.node.runs[Tier.HOST] is not victim or victim.node.expires_at < inf:
         return None  # its node was cut meanwhile, or it left: what is there of it now comes in its turn
     tail = state.tree.ranking.tails.of(victim)
-    if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.owes(victim.node)):
+    if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.must_store(victim.node)):
         return None
     return victim.node if link.beliefs.fresh_pages(victim.node) < victim.node.num_pages else None
 
 
 def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bool:
     """Whether a victim is worth no less than what a full store would give up for it. What stored things stand on always is."""
-    if isinstance(victim, Run) and link.beliefs.owes(victim.node):
+    if isinstance(victim, Run) and link.beliefs.must_store(victim.node):
         return True
     ranking = state.tree.ranking
     displaced, place = link.displaced.next, ranking.place_of(victim)

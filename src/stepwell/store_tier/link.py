@@ -101,7 +101,7 @@ class Beliefs:
         """Where checkpoints of a node went down, each told once."""
         return sorted(self._boundaries.pop(node, ()))
 
-    def owes(self, node: Node) -> bool:
+    def must_store(self, node: Node) -> bool:
         """Whether something went down without pages of a node that it stands on: they have to follow it."""
         return node in self._owed
 

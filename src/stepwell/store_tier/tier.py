@@ -190,8 +190,8 @@ class StoreTier:
         if self.link is not None:
             offer(self._state, self.link, node)
 
-    def owes(self, node: Node) -> bool:
-        return self.link is not None and self.link.beliefs.owes(node)
+    def must_store(self, node: Node) -> bool:
+        return self.link is not None and self.link.beliefs.must_store(node)
 
     def before_use(self, path: Sequence[Node]) -> None:
         if self.link is not None and self.link.is_late:

@@ -1,1 +1,1 @@
-"""Two memory tiers under one tree: what requests hold, restore, publish and save, and what is evicted. Knows no store."""
+"""Two memory tiers under one tree: what requests hold, restore, publish and save, and what is evicted. Does not know stores."""

@@ -1,4 +1,4 @@
-"""Copies between memories: what the outcome of each does to tree and arenas. Applied in `apply`, on the cache's thread."""
+"""Copies between memories: how the outcome of each changes tree and arenas. Applied in `apply`, on the cache's thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepwell.tree.tree import Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Touched:
-    """What a plan reads from and writes to, beside pages."""
+    """The nodes and checkpoints that a plan reads and writes."""
 
     reads: tuple[Residency, ...]
     writes: Residency | None
@@ -36,19 +36,19 @@ class CopyJobs(Jobs[Plan, Completion]):
         self, tree: Tree, executor: CopyExecutor, counters: Counters, clock: Clock, wakeup: Wakeup, *,
         arrivals: Arrivals | None = None,
     ) -> None:  # fmt: skip
-        """`arrivals` says which loads a pass may begin on before they have ended; without it, on none."""
+        """`arrivals` returns the loads that a pass may begin on before they have ended; without it, there are none."""
         self._arrivals = arrivals
         super().__init__(executor, tree, clock, wakeup)
         self._counters = counters
         self._saving_bytes = dict.fromkeys(Tier, 0)
-        self.on_saved: Callable[[Node], None] | None = None  # told of nodes with something new on the host
+        self.on_saved: Callable[[Node], None] | None = None  # called with nodes that have something new on the host
 
     def saving_bytes(self, tier: Tier) -> int:
-        """How much of a tier is being copied down, so that it may go then; without copies that exceeded their time limit."""
+        """How much of a tier is being saved and may be evicted afterwards, without copies that exceeded their time limit."""
         return self._saving_bytes[tier]
 
     def loads_of(self, ids: PageIds) -> tuple[JobId, ...]:
-        """The jobs that load these prefix pages to the device; none when they do not load all of them."""
+        """The jobs that load these prefix pages to the device; none if they do not load all of them."""
         jobs, missing = [], ids
         for plan in self.tasks():
             if not len(missing):
@@ -63,7 +63,7 @@ class CopyJobs(Jobs[Plan, Completion]):
         return tuple(jobs) if not len(missing) else ()
 
     def arriving(self, jobs: Iterable[JobId]) -> tuple[Arriving, ...]:
-        """Those of the jobs that have not ended, to be waited for layer by layer; none where one of them cannot be."""
+        """Those of the jobs that have not ended, to be waited for layer by layer; none if one of them cannot be."""
         if self._arrivals is None:
             return ()
         found = [self._arrivals(job) for job in jobs if self.is_awaited(job)]
@@ -79,7 +79,7 @@ class CopyJobs(Jobs[Plan, Completion]):
         saves: tuple[Run, ...] = (),
         awaited: bool = False,
     ) -> JobId | None:
-        """Starts copies that count together; None when there is nothing to copy."""
+        """Starts copies that succeed or fail together; None if there is nothing to copy."""
         wanted = tuple(copy for copy in copies if len(copy.source.ids))
         if not wanted:
             return None
@@ -93,7 +93,7 @@ class CopyJobs(Jobs[Plan, Completion]):
     # ---- outcomes ---------------------------------------------------------------------------------
 
     def audit(self) -> None:
-        """Asserts that what is being saved is counted right."""
+        """Asserts that the bytes being saved are counted correctly."""
         counted = dict.fromkeys(Tier, 0)
         for plan in self.tasks():
             for tier, size_bytes in self._saved_bytes(plan):
@@ -101,7 +101,7 @@ class CopyJobs(Jobs[Plan, Completion]):
         assert counted == self._saving_bytes, f"{counted} bytes are being saved, {self._saving_bytes} are counted"
 
     def _note_saving(self, plan: Plan, sign: int) -> None:
-        """A save begins (1) or has ended (-1)."""
+        """Counts a save that begins (1) or has ended (-1)."""
         for tier, size_bytes in self._saved_bytes(plan):
             self._saving_bytes[tier] += sign * size_bytes
 
@@ -120,7 +120,7 @@ class CopyJobs(Jobs[Plan, Completion]):
             self._counters.add("abandoned_jobs")
         elif end is End.WITHDRAWN:
             self._counters.add("withdrawn_jobs")
-        # A load that failed takes its sources out too: they cannot be trusted. Those that nobody has read are as good as before.
+        # A load that failed discards its sources too, as they cannot be trusted. Unread sources are as good as before.
         self._fail(plan, touched, sources=end is not End.WITHDRAWN and plan.purpose is not Purpose.SAVE)
 
     def _succeed(self, plan: Plan, touched: _Touched) -> None:
@@ -149,7 +149,7 @@ class CopyJobs(Jobs[Plan, Completion]):
         return list(nodes)
 
     def _fail(self, plan: Plan, touched: _Touched, *, sources: bool) -> None:
-        """Targets are DEAD and leave the tree; so do `sources` that cannot be trusted."""
+        """Targets become DEAD and leave the tree; so do `sources` that cannot be trusted."""
         tree, loss_at = self._tree, self._clock.now()
         for copy in plan.copies:
             target = copy.target
@@ -174,7 +174,7 @@ class CopyJobs(Jobs[Plan, Completion]):
             discard_ids(self._tree, span.tier, span.ids, loss)
 
     def _discard_backed(self, span: Span, loss: Loss) -> None:
-        """Pages whose rows are on these host pages alone leave the tree with them. Who runs on them goes on, for itself alone."""
+        """Pages whose rows are only on these host pages leave the tree with them. Requests that use them go on, unpublished."""
         row_pages = self._tree.row_pages
         if row_pages is not None and row_pages.num_backed and (span.tier, span.kind) == (Tier.HOST, Kind.PREFIX):
             backed = row_pages.backed_by(span.ids)

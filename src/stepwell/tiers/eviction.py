@@ -1,7 +1,6 @@
-"""Makes room in a tier by giving up what is worth least, one victim at a time, until the need fits.
+"""Frees space in a tier by evicting the least valuable content, one victim at a time, until the need fits.
 
-Never waits. A victim may have to be saved first: room is then on its way, and the caller is
-told to come back after the next `step()`.
+Never waits. A victim may have to be saved first: its space becomes free later, and the caller must retry after the next `step()`.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
 from stepwell.tree.pruning import discard_ids, discard_tail
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
-PREFIX, WINDOW, POINT, ROWS = Kind  # to name a member of an enum takes a while, before Python 3.12
+PREFIX, WINDOW, POINT, ROWS = Kind  # access to a member of an enum is slow before Python 3.12
 SAVED_AHEAD = 1 / 16  # of the tier, under `exclusive`: see `_is_coming`
 SAVED_AT_ONCE = 1 / 32  # of the device at least: small copies cost more than a little repetition
 LEAST_PAGES = 8  # of a run that are saved at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What an attempt at making room came to."""
+class EvictionResult:
+    """The result of an attempt to free space."""
 
     fits: bool
     waiting: bool
@@ -41,10 +40,10 @@ class Room:
 def allocate(
     state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True
 ) -> dict[Kind, PageIds]:  # fmt: skip
-    """Hands out FILLING pages, evicting as needed; or raises NoRoom and hands out none.
+    """Allocates FILLING pages, evicting as needed; or raises NoRoom and allocates none.
 
-    `tenant` is who they are for: if it then has more than its quota, its own things go first. It is never refused for that.
-    Cold things that were evicted on the way stay evicted. With `may_spill`, rows of running requests leave the device last.
+    `tenant` is the tenant they are for: if it then exceeds its quota, its own content is evicted first. It is never refused for
+    that. Cold content evicted on the way stays evicted. With `may_spill`, rows of running requests leave the device last.
     """
     state.give_back_host()
     arena = state.arena(tier)
@@ -55,17 +54,17 @@ def allocate(
     if tier is Tier.HOST and not arena.could_fit(need):
         _drop_idle_backed(state)
     if not arena.could_fit(need, may_spill=may_spill) or not arena.fits_when_empty(need):
-        # Evicting everything would not help: evict nothing.
+        # Even evicting everything would not suffice: evict nothing.
         coming = _is_saving(state, tier) or _may_be_shed_soon(state, tier, may_spill)
         raise NoRoom(_why(state, tier, need), waiting=arena.fits_when_empty(need) and coming)
-    room = make_room(state, tier, need, tenant=tenant, may_spill=may_spill)
-    if not room.fits:
-        raise NoRoom(_why(state, tier, need), waiting=room.waiting)
+    result = make_room(state, tier, need, tenant=tenant, may_spill=may_spill)
+    if not result.fits:
+        raise NoRoom(_why(state, tier, need), waiting=result.waiting)
     return arena.alloc(need)
 
 
-def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True) -> Room:
-    """Evicts from `tier` until `need` would fit, or nothing more can go, or enough is being saved and may go then."""
+def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True) -> EvictionResult:
+    """Evicts from `tier` until `need` fits, or nothing more can be evicted, or enough is being saved to fit afterwards."""
     state.give_back_host()
     if not state.tree.ranking.hold(tier):
         return _make_room(state, tier, need, tenant, may_spill)
@@ -75,13 +74,13 @@ def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None =
         state.tree.ranking.let_go(tier)
 
 
-def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> Room:
+def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> EvictionResult:
     spill = state.spill if may_spill and tier is Tier.DEVICE else None
     arena, asker = state.arena(tier), _asker(state, tier, need, tenant) if tenant is not None else None
     waiting, save = _is_saving(state, tier), _saver(state, tier)
     held_bytes = _held_below(state, tier)
     patience_bytes = patience_bytes_of(arena.layout)
-    in_vain = 0  # bytes evicted of sorts that are not short; they help only once a whole slab empties
+    in_vain = 0  # bytes evicted of kinds that are not short; they help only once a whole slab is empty
     while short := arena.shortage(need):
         if waiting and (_is_coming(state, tier, short) or _is_held(state, tier, short, held_bytes)):
             break
@@ -90,8 +89,8 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if victim is None and not patient:
             victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
         if victim is None:
-            # Last resorts, not while room is on its way: spared slabs are seldom enough, and would be given up in vain.
-            if not waiting and (arena.unreserve() or (spill is not None and spill(need))):
+            # Last resorts, not while saves are in progress: they are rarely enough, and would evict in vain.
+            if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
                 continue
             if not waiting and ((tier is Tier.HOST and _drop_idle_backed(state)) or _cut_off(state, tier)):
                 continue
@@ -116,12 +115,12 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
             freed, helps = _evict_residency(state, victim, excess_bytes), any(kind in short for kind, _ in victim.spans())
         if not helps and victim.standing == USEFUL:
             in_vain += freed
-    return Room(fits=not short, waiting=waiting)
+    return EvictionResult(fits=not short, waiting=waiting)
 
 
 def _cut_end(state: CacheState, run: Run, wanted: int) -> Run:
-    """The end of a device run that is to be saved now: what is wanted, and some more. Until the rest has to leave too, a copy of
-    it would only repeat it. Not cut where a request uses its beginning, and knows it as it is.
+    """The end of a device run that must be saved now: what is wanted, and some more. A copy of the rest would be redundant until
+    it must be evicted too. Not cut if a request uses its beginning, because a request refers to the node as it is.
     """
     node, host, arena = run.node, run.node.runs[Tier.HOST], state.arena(Tier.DEVICE)
     layout, is_used = arena.layout, bool(arena.refs[Kind.PREFIX][run.ids[0]] > 1)
@@ -137,7 +136,7 @@ def _cut_end(state: CacheState, run: Run, wanted: int) -> Run:
 
 
 def next_to_leave(state: CacheState, tier: Tier, size_bytes: int) -> list[Victim]:
-    """What would leave a tier first, up to so many bytes: of those who are over their quota, then of all. Nothing leaves."""
+    """The first `size_bytes` of a tier in the order of eviction: of tenants over their quota, then of all. Evicts nothing."""
     found: list[Victim] = []
     seen_bytes = 0
     while seen_bytes < size_bytes and (victim := _choose(state, tier, {}, None, any_sort=True)[0]) is not None:
@@ -149,51 +148,51 @@ def next_to_leave(state: CacheState, tier: Tier, size_bytes: int) -> list[Victim
 
 
 def bytes_of(state: CacheState, victim: Victim) -> int:
-    """What all of a victim takes up in its tier."""
+    """The bytes that a victim takes up in its tier."""
     if isinstance(victim, Residency):
         return victim.size_bytes
     return victim.num_pages * state.arena(victim.tier).layout.prefix_stride
 
 
 def _saver(state: CacheState, tier: Tier) -> Callable[[Victim], Leaving] | None:
-    """What starts saving a victim of a tier below it, where there is anything below."""
+    """The function that starts saving a victim of a tier to the one below, if there is one."""
     if tier is Tier.HOST:
         return state.below.before_eviction if state.below is not None else None
     return partial(state.write_back, state) if state.write_back is not None else None
 
 
 def _is_saving(state: CacheState, tier: Tier) -> bool:
-    """Whether room is on its way since an earlier call."""
+    """Whether space is being freed since an earlier call."""
     return state.write_back is not None and state.copies.saving_bytes(tier) > 0
 
 
 def _may_be_shed_soon(state: CacheState, tier: Tier, may_spill: bool) -> bool:
-    """Whether rows are being saved, so that they may leave the device then."""
+    """Whether rows are being saved, so that they may leave the device afterwards."""
     return may_spill and state.spill is not None and tier is Tier.DEVICE and state.copies.saving_bytes(tier) > 0
 
 
 def _is_coming(state: CacheState, tier: Tier, short: Need) -> bool:
-    """Whether as much as is short is being saved, and some more, so that not everyone who needs room has to wait."""
+    """Whether enough is being saved for what is short, and some more, so that not every request has to wait."""
     layout = state.arena(tier).layout
     short_bytes = sum(count * layout.strides[kind] for kind, count in short.items())
     return state.copies.saving_bytes(tier) >= short_bytes + SAVED_AHEAD * layout.size_bytes
 
 
 def _held_below(state: CacheState, tier: Tier) -> int:
-    """Bytes of the tier that whoever takes them down still reads."""
+    """Bytes of the tier that a copy to the tier below still reads."""
     return state.below.putting_bytes if tier is Tier.HOST and state.below is not None else 0
 
 
 def _is_held(state: CacheState, tier: Tier, short: Need, before_bytes: int) -> bool:
-    """Whether as much as is short has been sent down since, and will be free when it is there."""
+    """Whether enough for what is short was sent to the tier below since then, and will be free when it has arrived."""
     sent_bytes = _held_below(state, tier) - before_bytes
     return sent_bytes > 0 and sent_bytes >= sum(count * state.arena(tier).layout.strides[kind] for kind, count in short.items())
 
 
 def _cut_off(state: CacheState, tier: Tier) -> bool:
-    """The last resort: gives up pages that the other tier's depend on, and those with them. False when there are none.
+    """The last resort: evicts pages on which those of the other tier depend, and those with them. False if there are none.
 
-    Such pages are rare: a copy in the middle of a run failed, say.
+    Such pages are rare: they exist if a copy in the middle of a run failed, for example.
     """
     found = state.tree.ranking.pop_depended_on(tier)
     if found is None:
@@ -205,9 +204,9 @@ def _cut_off(state: CacheState, tier: Tier) -> bool:
 
 
 def _drop_idle_backed(state: CacheState) -> bool:
-    """Takes pages off the device that nobody uses and whose rows the host alone has, so that it may evict these. False for none.
+    """Evicts idle device pages whose rows only the host has, so that the host may evict these. False if there are none.
 
-    They are whole on the host, and stay in the tree for that.
+    They are complete on the host, and stay in the tree.
     """
     row_pages = state.row_pages
     if row_pages is None or not row_pages.num_backed:
@@ -221,7 +220,7 @@ def _drop_idle_backed(state: CacheState) -> bool:
 
 
 class _Asker(NamedTuple):
-    """Who needs room and has a quota, and how much more it will have then."""
+    """The tenant that needs space and has a quota, and its excess afterwards."""
 
     account: Account
     coming_bytes: int
@@ -238,15 +237,15 @@ def _asker(state: CacheState, tier: Tier, need: Need, tenant: str) -> _Asker | N
 def _choose(
     state: CacheState, tier: Tier, short: Need, asker: _Asker | None, *, any_sort: bool
 ) -> tuple[Victim | None, int | None]:  # fmt: skip
-    """Takes the next victim out of the order: of whoever is over its quota, else the least valuable of all.
+    """Takes the next victim out of the order: of a tenant over its quota, else the least valuable of all.
 
-    Also says by how many bytes its tenant is over, None where that is not why it goes.
+    Also returns by how many bytes its tenant exceeds its quota, None if that is not the reason.
     """
     runs = any_sort or _needs_runs(short)
     checkpoints = any_sort or WINDOW in short or POINT in short
     ranking, over = state.tree.ranking, state.tree.accounts.are_over[tier]
     if asker is not None or over:
-        first, coming_bytes = asker or (None, 0)  # whoever asks for more than its quota loses before all others
+        first, coming_bytes = asker or (None, 0)  # a tenant that would exceed its quota loses its content before all others
         if first is not None and first.excess_bytes(tier, coming_bytes):
             over = {first: None, **over}
         for account in ranking.own.having(over, tier, runs=runs, checkpoints=checkpoints):
@@ -257,9 +256,9 @@ def _choose(
 
 
 def patience_bytes_of(layout: ArenaLayout) -> int:
-    """How much may be evicted in vain to keep to the order, before what is short goes out of turn.
+    """How much may be evicted in vain to keep to the order, before the kind that is short is evicted out of turn.
 
-    On a trace of agents one slab's worth costs hits: checkpoints then leave long before prefix pages that are older.
+    With one slab's worth, a trace of agents loses hits: checkpoints are then evicted long before older prefix pages.
     """
     return max(layout.slab_bytes, min(PATIENCE_SLABS * layout.slab_bytes, int(PATIENCE_SHARE * layout.size_bytes)))
 
@@ -270,22 +269,22 @@ def _needs_runs(short: Need) -> bool:
 
 
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
-    """Gives up the idle end of a run, no more of it than is needed; returns the bytes let go."""
+    """Evicts the idle end of a run, no more of it than needed; returns the bytes freed."""
     ranking = state.tree.ranking
     tail = ranking.tails.of(run)
-    if tail is None:  # it could not be saved, and pages of the host stand on it
+    if tail is None:  # it could not be saved, and host pages depend on it
         ranking.queue_run(run)
         return 0
     idle = ranking.tails.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
-        return 0  # in use; whoever lets go will queue it again
+        return 0  # in use; it is queued again when it is released
     discard_tail(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))
     _count(state, run.tier, "pages", idle.num_pages, excess_bytes)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 
 
 def _wanted(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
-    """How many pages of a run to give up: what is short, or a slab of them when it is the slab that is needed."""
+    """How many pages of a run to evict: what is short, or a whole slab if a slab is needed."""
     layout = state.arena(run.tier).layout
     wanted = max(short.get(PREFIX, 0), short.get(ROWS, 0)) or -(-layout.slab_bytes // layout.strides[PREFIX])
     return wanted if excess_bytes is None else min(wanted, -(-excess_bytes // layout.prefix_stride))
@@ -293,7 +292,7 @@ def _wanted(state: CacheState, run: Run, short: Need, excess_bytes: int | None) 
 
 def _evict_residency(state: CacheState, residency: Residency, excess_bytes: int | None) -> int:
     if residency.users or not residency.ready:
-        return 0  # read from or still arriving; it is queued again when that ends
+        return 0  # being read or still arriving; it is queued again when that ends
     _leave(state, residency, excess_bytes)
     return residency.size_bytes
 
@@ -321,4 +320,4 @@ def _why(state: CacheState, tier: Tier, need: Need) -> str:
         return (
             f"{wanted} ({size} bytes) can never fit into the {tier.label} tier of {arena.layout.size_bytes} bytes; make it larger"
         )
-    return f"no room in the {tier.label} tier for {wanted} ({size} bytes): the rest is in use; release a lease or wait"
+    return f"no space in the {tier.label} tier for {wanted} ({size} bytes): the rest is in use; release a lease or wait"

@@ -1,16 +1,16 @@
-"""For engines that own their device memory: pages go between the host tier and addresses the engine names.
+"""For engines that manage their own device memory: pages are copied between the host tier and addresses that the engine names.
 
-The cache keeps no device arena then. A lease is not ready while its load runs, nor while a checkpoint is saved from it: the
-engine would change those bytes with its next token. Full prefix pages never change, so their copies hold nobody up; the engine
-must only not reuse them before `Lease.jobs` is empty.
+The cache has no device arena then. A lease is not ready while its load runs, nor while a checkpoint is saved from it: the
+engine would change those bytes with its next token. Full prefix pages never change, so their copies delay nothing; the engine
+only must not reuse them before `Lease.jobs` is empty.
 
     pages       0 ... first_page ............ upto
-    commit             |== named, those that are new are copied ==|
+    commit             |== named; the new ones are copied ==|
     pages       0 ... since ................. resume
     load               |== named and copied: the engine has the rest ==|
 
-An engine that plans a step before it computes it names pages `ahead`: its copies begin when the step is done, and nothing of what
-was named changes before they end. Then a checkpoint holds nobody up either.
+An engine that plans a step before it computes it names pages `ahead`: its copies begin when the step is done, and it changes none
+of the named pages before they end. Then a checkpoint does not delay the request either.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from stepwell.tree.node import Node
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnginePages:
     """The engine's own names for pages: `prefix[i]` for page `first_page + i` of the prompt, `windows` and `points` for a
-    checkpoint. A name is a number that the engine's copies understand, or a row of them: see `Span`.
+    checkpoint. A name is a number that the engine's copies understand, or a row of such numbers: see `Span`.
     """
 
     prefix: PageIds = field(default_factory=lambda: NO_PAGES)
     windows: PageIds = field(default_factory=lambda: NO_PAGES)
     points: PageIds = field(default_factory=lambda: NO_PAGES)
     first_page: int = 0  # pages before it need no name
-    ahead: bool = False  # not computed yet: the engine copies when they are, and leaves them as they are until it has
+    ahead: bool = False  # not computed yet: the engine copies them afterwards, and does not change them before the copies end
 
 
 def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> None:
-    """Starts copying tokens `[since, resume)` and the checkpoint there into the engine's memory; the lease loads meanwhile."""
+    """Starts copying tokens `[since, resume)` and the checkpoint there to the engine's memory; the lease is LOADING meanwhile."""
     spec, residency = state.spec, lease.restored
     if not can_load(lease):
-        raise LoadFailed(f"{lease}: the checkpoint it was to resume from is gone; release it and look the prompt up again")
+        raise LoadFailed(f"{lease}: its checkpoint no longer exists; release it and look the prompt up again")
     if not 0 <= since <= lease.resume or since % spec.page_tokens:
         raise LeaseError(f"{lease} loads from a page boundary up to {lease.resume} on, not from token {since}")
     if into.first_page * spec.page_tokens != since:
@@ -67,13 +67,13 @@ def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> N
 
 
 def can_load(lease: Lease) -> bool:
-    """Whether what a lease is to load is still there: the failed load of another request, or `flush`, takes a checkpoint away."""
+    """Whether what a lease must load still exists: the failed load of another request, or `flush`, removes a checkpoint."""
     residency = lease.restored
     return residency is None or residency.checkpoint.held[residency.tier] is residency
 
 
 def _num_windows_held(state: CacheState, boundary: int, since: int) -> int:
-    """How many of the window pages of a checkpoint at `boundary` lie before `since`: the engine has them."""
+    """How many window pages of a checkpoint at `boundary` lie before `since`: the engine has them."""
     span = state.spec.window_span(boundary)
     return min(max(since // state.spec.window_page_tokens - span.start, 0), len(span)) if len(span) else 0
 
@@ -85,10 +85,10 @@ def first_unsaved(state: CacheState, lease: Lease) -> int:
 
 
 def commit(state: CacheState, lease: Lease, upto: int, source: EnginePages, *, checkpoint: bool) -> bool:
-    """Copies tokens `[position, upto)` and, if wanted, a checkpoint from the engine into the host tier; the lease loads until
-    the checkpoint is copied.
+    """Copies tokens `[position, upto)` and, if requested, a checkpoint from the engine to the host tier; the lease is LOADING
+    until the checkpoint is copied.
 
-    False, with nothing saved, when the host has no room. The next commit will offer these tokens again.
+    False, with nothing saved, if the host has no space. The next commit will offer these tokens again.
     """
     full = upto // state.spec.page_tokens
     _check_named(state, lease, full, source, checkpoint=checkpoint)
@@ -125,7 +125,7 @@ def _check_named(state: CacheState, lease: Lease, full: int, source: EnginePages
     named = range(source.first_page, source.first_page + len(source.prefix))
     if first < full and (named.start > first or named.stop < full):
         raise LeaseError(
-            f"{lease}: pages {first} to {full - 1} are to be saved, but the engine named {len(named)} from page {named.start} on"
+            f"{lease}: pages {first} to {full - 1} must be saved, but the engine named {len(named)} from page {named.start} on"
         )
     windows, points = _checkpoint_pages(state, full).values()
     if checkpoint and (len(source.windows) != windows or len(source.points) != points):
@@ -141,7 +141,7 @@ def _checkpoint_pages(state: CacheState, page: int) -> dict[Kind, int]:
 
 
 def _let_go_of_dead(state: CacheState, lease: Lease) -> None:
-    """Pages whose copy failed are not offered again: the engine still has them, so they and what follows are copied anew."""
+    """Drops pages whose copy failed: the engine still has them, so the next commit copies them and those after them again."""
     first = first_unsaved(state, lease)
     if first < len(lease.prefix_pages):
         gone = lease.prefix_pages[first:]
@@ -150,7 +150,7 @@ def _let_go_of_dead(state: CacheState, lease: Lease) -> None:
 
 
 def _drop_duplicates(state: CacheState, lease: Lease, node: Node, done: int, taken: object) -> None:
-    """Pages somebody else saved first: the lease refers to theirs, and its own empty ones go back."""
+    """Replaces pages that another request saved first: the lease refers to the saved ones, and frees its own."""
     mine = lease.prefix_pages[done:][~np.asarray(taken, np.bool_)]
     if not len(mine):
         return
@@ -198,11 +198,11 @@ def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, sou
         lease.must_wait(job=job)
     state.counters.add("checkpoints_made")
     note_trigger(state, lease, residency.checkpoint)
-    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy hold their own
+    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the copy have references
 
 
 def _copy(source: Tier, read: PageIds, target: Tier, write: PageIds, kind: Kind) -> Copy:
     count = min(len(read), len(write))
     if len(read) != len(write) and target is Tier.ENGINE and len(write) < len(read):
-        raise LeaseError(f"{len(read)} {kind.label} page(s) are to be loaded but the engine named only {len(write)}")
+        raise LeaseError(f"{len(read)} {kind.label} page(s) must be loaded, but the engine named only {len(write)}")
     return Copy(source=Span(tier=source, kind=kind, ids=read[:count]), target=Span(tier=target, kind=kind, ids=write[:count]))

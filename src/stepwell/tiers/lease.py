@@ -1,11 +1,11 @@
-"""Leases: what one request holds of a cache, and all that are open.
+"""Leases: what one request holds of a cache, and the set of open ones.
 
     open -> READY <-> LOADING -> FAILED      `Leases.settle`, once per step
-    given back (CLOSED) -> finished          when the last copy to or from the engine's own memory has ended
+    released (CLOSED) -> finished            when the last copy to or from the engine's own memory has ended
 
-A lease is given back exactly once; `with` does it. It holds a place on a path, pages, and where checkpoints must be left. It
-only remembers: the verbs that change it are in `restore.py`, `publish.py` and `external.py`, and engines reach them through
-the cache.
+A lease is released exactly once; `with` does it. It holds a position on a path, pages, and the boundaries where checkpoints must
+be left. It only stores state: the verbs that change it are in `restore.py`, `publish.py` and `external.py`, and engines call
+them through the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stepwell.tree.node import Checkpoint, Residency, Use
 
 
 class LeaseState(Enum):
-    LOADING = "loading"  # bytes it needs are on their way, or bytes it would change are being copied
+    LOADING = "loading"  # bytes it needs are being loaded, or bytes it would change are being copied
     READY = "ready"  # the engine may compute
     FAILED = "failed"  # bytes it needed did not arrive: release it and look the prompt up again
     CLOSED = "closed"
@@ -36,7 +36,7 @@ class LeaseState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Where a prompt's tokens came from. They always add up to the prompt."""
+    """Where a prompt's tokens came from. The sum is always the prompt's length."""
 
     device: int = 0
     host: int = 0
@@ -50,7 +50,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What a caller says of a request beside its tokens."""
+    """What a caller specifies for a request in addition to its tokens."""
 
     hints: tuple[int, ...] = ()  # boundaries worth a checkpoint: the end of a system prompt, of tools
     priority: int = 0
@@ -72,38 +72,38 @@ class Lease:
         self.namespace = namespace
         self.prompt_tokens = len(packed) // TOKEN_BYTES
         self.resume = resume  # the engine computes from this token on
-        self.known = resume  # so much of its prompt was in the tree or in the store when it began, be it that it resumes before
+        self.known = resume  # tokens already in the tree or in the store at acquire time; at least `resume`
         self.sources = sources
         self.request = request
-        self.stops = stops  # boundaries of the prompt at which a prefill chunk must end, with a commit
+        self.stops = stops  # boundaries of the prompt at which a prefill chunk must end with a commit
         self._state = LeaseState.READY
         self.position = resume  # everything before it is computed
-        self.quiet_until = 0  # commits before this token fill a page that it has, and move its position alone
+        self.quiet_until = 0  # commits before this token only move `position`: they fill a page that the lease has
         self.prefix_pages: PageIds = NO_PAGES  # page i holds tokens [i, i + 1) * page_tokens
         self.window_pages: PageIds = NO_PAGES  # window page `first_window` and those after it
         self.first_window = 0
-        self.first_resident = 0  # no page before it has rows on the device: what has been shed stays shed
+        self.first_resident = 0  # no page before it has rows on the device: rows that were shed stay shed
         self.hot_pages: PageIds = NO_PAGES  # ROWS pages for rows it reads often, once rows of it are on the host alone,
-        self.hot_numbers: PageIds = NO_PAGES  # and the numbers by which passes know these
-        self.hot_refused_at: int | None = None  # the page at which it got none: others lose nothing for it before the next
+        self.hot_numbers: PageIds = NO_PAGES  # and the numbers under which passes know these
+        self.hot_refused_at: int | None = None  # the page at which it got none: it does not try again before the next
         self.point_pages: PageIds = NO_PAGES  # the request's own point state, updated in place; one id or none
-        self.spare_points: PageIds = NO_PAGES  # what it goes on with once it has left its next checkpoint; one id or none
+        self.spare_points: PageIds = NO_PAGES  # replaces the point once the lease has left its next checkpoint; one id or none
         self.point_copies: dict[int, PageIds] = {}  # boundary to page: reserved for a copy of its point there
         self.waits_for: list[tuple[Kind, PageIds]] = []  # pages without which it may not compute
         self.jobs: set[JobId] = set()  # copies to and from the engine's own memory that have not ended,
         self.waits_for_jobs: set[JobId] = set()  # those of them without which it may not compute,
         self.load_job: JobId | None = (
-            None  # and the one whose failure is the lease's: a save that fails leaves the engine's bytes
+            None  # and the one whose failure fails the lease: after a failed save the engine still has the bytes
         )
-        self.arrives_with: tuple[JobId, ...] = ()  # the loads that bring all it waits for, where a pass may begin before they end
-        self.computing_since_s = 0.0  # since when the engine could work on what it commits next
+        self.arrives_with: tuple[JobId, ...] = ()  # the loads that bring all it waits for, if a pass may begin before they end
+        self.computing_since_s = 0.0  # since when the engine could compute what it commits next
         self.restored: Residency | None = None
-        self.visit: Visit | None = None  # under which what it computes is entered
-        self.visits: tuple[Visit, ...] = ()  # that one, and the one under which what it came back to is
+        self.visit: Visit | None = None  # to which its computed pages belong
+        self.visits: tuple[Visit, ...] = ()  # that one, and the one to which its restored path belongs
         self.num_published = 0  # pages offered to the tree so far
-        self.publishes = True  # false when asked for, or once its namespace was cleared: what it computes is for itself alone
-        self.missing_states: dict[str, int] = {}  # optional states that its pages do not hold, from which token on
-        self.trail: Checkpoint | None = None  # the checkpoint its growing answer left last
+        self.publishes = True  # False on request, or once its namespace was cleared: its results stay private
+        self.missing_states: dict[str, int] = {}  # optional states that its pages lack, and from which token on
+        self.trail: Checkpoint | None = None  # the last checkpoint that its growing answer left
         self._packed = packed
         self._tail = bytearray()
         self._on_exit = on_exit
@@ -121,18 +121,18 @@ class Lease:
         self._state = LeaseState.LOADING
 
     def may_compute(self) -> None:
-        """READY: what it waited for is there."""
+        """READY: what it waited for has arrived."""
         self.must_be(LeaseState.LOADING)
         self.waits_for, self.waits_for_jobs, self.arrives_with = [], set(), ()
         self._state = LeaseState.READY
 
     def fail(self) -> None:
-        """FAILED: what it waited for did not come."""
+        """FAILED: what it waited for did not arrive."""
         self.must_be(LeaseState.LOADING)
         self._state = LeaseState.FAILED
 
     def close(self) -> None:
-        """CLOSED: it was given back."""
+        """CLOSED: it was released."""
         self._state = LeaseState.CLOSED
 
     @property
@@ -161,7 +161,7 @@ class Lease:
     def must_be(self, *states: LeaseState) -> None:
         if self.state not in states:
             wanted = " or ".join(state.value for state in states)
-            raise LeaseError(f"lease #{self.id} is {self.state.value}, and this needs it to be {wanted}")
+            raise LeaseError(f"lease #{self.id} is {self.state.value}, but must be {wanted}")
 
     def __enter__(self) -> Lease:
         return self
@@ -177,7 +177,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """Leases that moved on in one step."""
+    """Leases whose state changed in one step."""
 
     ready: tuple[Lease, ...]
     failed: tuple[Lease, ...]
@@ -190,7 +190,7 @@ class Leases:
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self._open: dict[LeaseId, Lease] = {}
-        self._closing: list[Lease] = []  # given back, with copies still in the engine's memory
+        self._closing: list[Lease] = []  # released, with copies still in the engine's memory
         self._last_id = 0
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class Leases:
         return LeaseId(self._last_id)
 
     def must_be(self, lease: Lease, *states: LeaseState) -> None:
-        """Raises LeaseError unless a lease is in one of these states, and of this cache."""
+        """Raises LeaseError unless a lease is in one of these states, and belongs to this cache."""
         lease.must_be(*states)
         if self._open.get(lease.id) is not lease:
             raise LeaseError(f"lease #{lease.id} belongs to another cache")
@@ -213,9 +213,9 @@ class Leases:
         self._open[lease.id] = lease
 
     def release(self, lease: Lease) -> None:
-        """Gives back everything that a lease holds. Raises LeaseError for one that is not open here."""
+        """Releases everything that a lease holds. Raises LeaseError for one that is not open here."""
         if self._open.get(lease.id) is not lease:
-            raise LeaseError(f"lease #{lease.id} was given back already, or belongs to another cache")
+            raise LeaseError(f"lease #{lease.id} was released already, or belongs to another cache")
         del self._open[lease.id]
         state = self._state
         if lease.trail is not None and lease.trail.node is not None:
@@ -223,7 +223,7 @@ class Leases:
         if not lease.failed:
             for name in ("device", "host", "store", "computed"):
                 state.counters.add(f"tokens_{name}", getattr(lease.sources, name))
-        for visit in lease.visits:  # how long the answer was says something of when the next will come
+        for visit in lease.visits:  # the length of the answer helps to predict the next request
             visit.answered(lease.num_tokens - lease.prompt_tokens)
         lease.close()
         if lease.jobs:
@@ -244,7 +244,7 @@ class Leases:
         state.give_back_host()
 
     def settle(self, failed_jobs: Container[JobId]) -> Settled:
-        """Moves leases on, now that what came of copies was applied; `failed_jobs` are those that failed just now."""
+        """Updates the state of leases after copies were applied; `failed_jobs` are those that failed in this step."""
         ready, failed = [], []
         for lease in self._open.values():
             if lease.state is LeaseState.LOADING:

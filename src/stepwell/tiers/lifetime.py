@@ -1,8 +1,8 @@
-"""How long paths are kept, whatever they are worth: a time to live ends them, a pin keeps one copy of them.
+"""How long paths are kept, independent of their value: a time to live ends them, a pin keeps one copy of them.
 
-A path leaves the tree when the longest limit that any use of it was given runs out; a use without a limit is for ever. Every use
-covers a whole path from the root, so a node never expires before what is below it. What is pinned stays until its pins are
-gone, and leaves then if its time was up.
+A path leaves the tree when the longest time limit of its uses has passed; a use without a limit has no end. Every use covers a
+whole path from the root, so a node never expires before those below it. Pinned paths stay until their pins are released, and
+leave then if they have expired.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stepwell.tree.pruning import truncate
 
 
 def note_expiry(state: CacheState, node: Node | None) -> None:
-    """Remembers when a path's nodes run out, if they do. An entry that is too early is put off when it comes up."""
+    """Records when a path's nodes expire, if they do. An entry that is too early is postponed when its time comes."""
     while node is not None and node.parent is not None and node.expires_at < inf:
         if not node.expiry_noted:
             _remember(state, node)
@@ -36,15 +36,15 @@ def note_expiry(state: CacheState, node: Node | None) -> None:
 
 
 def note_split(state: CacheState, upper: Node) -> None:
-    """The upper part of a node that was cut runs out by itself: whoever cut it need not think of that."""
+    """Records the expiry of the upper part of a node that was split: the code that splits it need not."""
     if upper.expires_at < inf:
         _remember(state, upper)
 
 
 def drop_expired(state: CacheState, pinned: Callable[[], Collection[Node]]) -> int:
-    """Takes out what has run out by now; returns how many nodes. Leases keep their pages.
+    """Removes expired nodes; returns their number. Leases keep their pages.
 
-    Leaves alone what is pinned; whoever lets go of a pin notes its path again.
+    Does not remove pinned nodes; releasing a pin records its path again.
     """
     now, dropped = state.clock.now(), 0
     kept: Collection[Node] | None = None
@@ -57,7 +57,7 @@ def drop_expired(state: CacheState, pinned: Callable[[], Collection[Node]]) -> i
             if node.expires_at < inf:
                 _remember(state, node)
             continue
-        kept = pinned() if kept is None else kept  # asked only when something has run out
+        kept = pinned() if kept is None else kept  # computed only if something has expired
         if node in kept:
             continue
         truncate(state.tree, node, 0, state.loss(LossReason.EXPIRED, state.nearest))
@@ -82,8 +82,8 @@ class Lookup(Protocol):
 class Pin:
     """A reference to every page of a prefix and of its checkpoint, in the lowest tier that has each.
 
-    While it is `held`, none of these pages is freed or used for anything else: not by eviction, `flush`, `clear` or a copy that
-    fails. Released through the cache, or when its time is up.
+    While it is `held`, none of these pages is freed or reused: not by eviction, `flush`, `clear` or a copy that fails.
+    Released through the cache, or when its time limit has passed.
     """
 
     state: CacheState
@@ -92,17 +92,17 @@ class Pin:
     pages: tuple[tuple[Tier, PageIds], ...]
     residency: Residency | None
     on_exit: Callable[[Pin], None]
-    held: bool = True  # false once it was released, or ran out
+    held: bool = True  # False once it was released or has expired
 
     def __enter__(self) -> Pin:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.held:  # its time may have run out meanwhile
+        if self.held:  # it may have expired meanwhile
             self.on_exit(self)
 
     def nodes(self) -> set[Node]:
-        """What its pages belong to now: the whole path, or nothing once that was cleared."""
+        """The nodes to which its pages belong now: the whole path, or nothing once that was cleared."""
         owners = [owner for tier, ids in self.pages for owner in self.state.tree.owner[tier][ids]]
         return {owner for owner in owners if owner is not None}
 
@@ -121,7 +121,7 @@ class Pin:
 def _take(state: CacheState, match: Match, ttl_s: float | None, on_exit: Callable[[Pin], None]) -> Pin:
     """Holds everything up to the match's restore point."""
     upto = match.restore_tokens // state.spec.page_tokens
-    open_ = np.ones(upto, np.bool_)  # pages that no tier looked at so far can keep
+    open_ = np.ones(upto, np.bool_)  # pages that no tier visited so far can keep
     pages = []
     for tier in reversed(state.tree.tiers):
         ids = ids_of(match.path, tier, upto)
@@ -134,7 +134,7 @@ def _take(state: CacheState, match: Match, ttl_s: float | None, on_exit: Callabl
     if residency is not None:
         state.tree.pin(residency)
     until = inf if ttl_s is None else state.clock.now() + ttl_s
-    if upto:  # a use, and one that changes nothing about when the path runs out: the pin's end is not the path's
+    if upto:  # a use that does not change when the path expires: the pin's end is not the path's
         state.tree.touch(match.path, upto, Use(at_s=state.clock.now(), expires_at_s=0.0))
     return Pin(
         state=state, tokens=match.restore_tokens, expires_at_s=until, pages=tuple(pages), residency=residency, on_exit=on_exit
@@ -156,26 +156,26 @@ class Pins:
         return iter(tuple(self._pins))  # they may be released meanwhile
 
     def nodes(self) -> set[Node]:
-        """All that is pinned: does not run out."""
+        """All pinned nodes, which do not expire."""
         return {node for pin in self._pins for node in pin.nodes()}
 
     @one_thread
     def add(self, tokens: Tokens, *, namespace: Namespace | None = None, ttl_s: float | None = None) -> Pin:
-        """Keeps one copy of everything up to the prompt's restore point until the pin is released or runs out.
+        """Keeps one copy of everything up to the prompt's restore point until the pin is released or expires.
 
-        `Pin.tokens` says how much that is: 0 when nothing of the prompt can be resumed from. `with` releases it.
+        `Pin.tokens` says how much that is: 0 if nothing of the prompt can be resumed from. `with` releases it.
         """
         if ttl_s is not None and ttl_s <= 0:
-            raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin without an end")
+            raise ConfigError(f"ttl_s must be positive, got {ttl_s}; leave it None for a pin that does not expire")
         pin = _take(self._state, self._lookup(tokens, namespace=namespace), ttl_s, self.release)
         self._pins.append(pin)
         return pin
 
     @one_thread
     def release(self, pin: Pin) -> None:
-        """Releases a pin. Raises LeaseError when it was released before, ran out, or belongs to another cache."""
+        """Releases a pin. Raises LeaseError if it was released before, has expired, or belongs to another cache."""
         if pin not in self._pins:
-            raise LeaseError("this pin was released already, or ran out, or belongs to another cache")
+            raise LeaseError("this pin was released already, or has expired, or belongs to another cache")
         self._pins.remove(pin)
         pin.let_go()
 

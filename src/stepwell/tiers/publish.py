@@ -1,10 +1,10 @@
-"""Offers what a request has computed on the device to the tree: full pages, and checkpoints where they were asked for.
+"""Offers what a request has computed on the device to the tree: full pages, and checkpoints where they were requested.
 
     tokens      0 ...... published ......|.... offered now ....|.. upto: not a full page yet ..
-    windows                              |== kept ==|  older window pages are given back
-    point                                           o  or a copy of it goes to the tree; the request goes on with the other
+    windows                              |== kept ==|  older window pages are released
+    point                                           o  or a copy of it goes to the tree; the request continues with the other
 
-Prefix and window pages are handed over by reference: nothing is copied, and nobody writes them again.
+Prefix and window pages are passed by reference: nothing is copied, and they are never written again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from stepwell.tree.node import Checkpoint, LossReason, Node
 
 
 def grow(state: CacheState, lease: Lease, upto: int) -> None:
-    """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none.
+    """Allocates device pages for tokens up to `upto` to the lease; or raises NoRoom and allocates none.
 
-    Rows of running requests leave the device for it, if nothing else can.
+    Rows of running requests leave the device for it, if nothing else can be evicted.
     """
     if upto < lease.quiet_until and not hot_missing(state, lease):
         return
@@ -58,9 +58,9 @@ def grow(state: CacheState, lease: Lease, upto: int) -> None:
 
 
 def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
-    """Whether a lease lacks the page that it goes on with once it has left a checkpoint at `upto`.
+    """Whether a lease lacks the page with which it continues after leaving a checkpoint at `upto`.
 
-    It is taken before that is computed only where what leaves the device is saved first: here it can wait for room.
+    It is allocated before the computation only if evicted content is saved first: here the request can wait for space.
     """
     if state.write_back is None or not lease.publishes or not len(lease.point_pages) or len(lease.spare_points):
         return False
@@ -70,9 +70,9 @@ def _spare_missing(state: CacheState, lease: Lease, upto: int) -> bool:
 
 
 def _allocate_or_do_without(state: CacheState, lease: Lease, need: Need, *, spare: bool) -> dict[Kind, PageIds]:
-    """All that a lease needs, with a spare point if it lacks one, or nothing while that is on its way.
+    """All that a lease needs, with a spare point if it lacks one, or nothing while space for that is being freed.
 
-    A checkpoint is not worth a request: where room never comes, it goes on without a spare, and leaves none.
+    A checkpoint is not worth delaying a request: if space never becomes free, it continues without a spare, and leaves none.
     """
     try:
         return _allocate(state, lease, {**need, Kind.POINT: 1} if spare else need)
@@ -86,7 +86,7 @@ def _allocate_or_do_without(state: CacheState, lease: Lease, need: Need, *, spar
 
 
 def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds]:
-    """Pages that a lease needs, and those for hot rows that it has not got; without them it goes on where there is no room."""
+    """Pages that a lease needs, and those for hot rows that it lacks; if there is no space for hot rows, it continues without."""
     hot, page = hot_missing(state, lease), lease.position // state.spec.page_tokens
     with_hot = {**need, Kind.ROWS: need.get(Kind.ROWS, 0) + hot}
     if hot and (lease.hot_refused_at != page or state.arena(Tier.DEVICE).fits(with_hot)):
@@ -99,7 +99,7 @@ def _allocate(state: CacheState, lease: Lease, need: Need) -> dict[Kind, PageIds
 
 
 def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:
-    """How many of the last pages before token `upto` have no rows yet, where rows are pages of their own."""
+    """How many of the last pages before token `upto` have no rows yet, if rows are pages of their own."""
     if state.row_pages is None:
         return 0
     first, end = lease.position // state.spec.page_tokens, -(-upto // state.spec.page_tokens)
@@ -110,16 +110,16 @@ def _rows_missing(state: CacheState, lease: Lease, upto: int) -> int:
 def commit(
     state: CacheState, lease: Lease, upto: int, *, checkpoint: bool, last: bool, point_copy: int | None = None
 ) -> None:  # fmt: skip
-    """Offers tokens `[0, upto)`, which are all computed; with a checkpoint at `upto` if wanted and possible. `point_copy` is the
-    page, reserved for `upto`, that holds a copy of the lease's point state there; None if the engine made no copy.
+    """Offers tokens `[0, upto)`, which are all computed; with a checkpoint at `upto` if requested and possible. `point_copy` is
+    the page, reserved for `upto`, that holds a copy of the lease's point state there; None if the engine made no copy.
     """
     _check_covered(state, lease, upto)
     _check_reserved(lease, upto, point_copy)
     spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
-    if state.row_pages is not None and state.row_pages.has_quarantined(lease.prefix_pages):
-        lease.publishes = False  # a load of their rows failed: they would come back into the tree with it
+    if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
+        lease.publishes = False  # a load of their rows failed: published pages would bring them back into the tree
     checkpoint = checkpoint and lease.publishes
     copied = point_copy is not None
     copy = lease.point_copies.pop(upto, NO_PAGES) if copied or not last else NO_PAGES
@@ -156,8 +156,8 @@ def commit(
 
 
 def _quiet_until(state: CacheState, lease: Lease) -> int:
-    """The next token of an answer at which a commit could offer or give back a page, or for which the lease has none yet; 0 for
-    one that is still in its prompt, where others may ask for stops.
+    """The next token of an answer at which a commit could offer or release a page, or for which the lease has none yet; 0 for a
+    lease that is still in its prompt, where other requests may add stops.
     """
     spec = state.spec
     if lease.position < lease.prompt_tokens:
@@ -171,7 +171,7 @@ def _quiet_until(state: CacheState, lease: Lease) -> int:
 
 
 def _mark_ready(state: CacheState, pages: PageIds) -> None:
-    """Prefix pages were computed, with their rows."""
+    """Marks prefix pages as computed, with their rows."""
     arena = state.arena(Tier.DEVICE)
     arena.mark_ready(Kind.PREFIX, pages)
     if state.row_pages is not None:
@@ -179,7 +179,7 @@ def _mark_ready(state: CacheState, pages: PageIds) -> None:
 
 
 def slide(state: CacheState, lease: Lease) -> None:
-    """Gives back the window pages that no later token will look at, and the checkpoint it resumed from once it is behind."""
+    """Releases the window pages that no later token reads, and the checkpoint it resumed from once the windows have passed it."""
     spec = state.spec
     first = max(lease.position - spec.window_tokens, 0) // spec.window_page_tokens
     passed = min(max(first - lease.first_window, 0), len(lease.window_pages))
@@ -189,7 +189,7 @@ def slide(state: CacheState, lease: Lease) -> None:
         lease.first_window += passed
     restored = lease.restored
     if restored is not None and restored.checkpoint.page * spec.page_tokens <= first * spec.window_page_tokens:
-        lease.restored = None  # its windows are behind us, and its point was copied: it may be evicted again
+        lease.restored = None  # its windows were passed, and its point was copied: it may be evicted again
         state.tree.unpin(restored)
 
 
@@ -200,7 +200,7 @@ def _check_covered(state: CacheState, lease: Lease, upto: int) -> None:
     if not covered or (spec.window_tokens and upto > windows * spec.window_page_tokens):
         raise LeaseError(f"{lease} has no pages up to token {upto}; call grow() before computing")
     if spec.parts(Kind.POINT) and not len(lease.point_pages):
-        raise LeaseError(f"{lease} has handed its point state over with `last`, and cannot commit again")
+        raise LeaseError(f"{lease} has published its point state with `last`, and cannot commit again")
 
 
 def _check_reserved(lease: Lease, upto: int, point_copy: int | None) -> None:
@@ -209,7 +209,7 @@ def _check_reserved(lease: Lease, upto: int, point_copy: int | None) -> None:
 
 
 def copy_point(state: CacheState, lease: Lease, upto: int) -> int | None:
-    """Reserves the page for a copy of the lease's point that the engine makes behind the pass that ends at `upto`; or None."""
+    """Reserves the page for a copy of the lease's point that the engine makes after the pass that ends at `upto`; or None."""
     if not lease.publishes or not is_stop(state, lease, upto):
         return None
     if upto not in lease.point_copies and len(page := _room_for_copy(state, lease)):
@@ -218,7 +218,7 @@ def copy_point(state: CacheState, lease: Lease, upto: int) -> int | None:
 
 
 def _room_for_copy(state: CacheState, lease: Lease) -> PageIds:
-    """A page, so that the tree can have the lease's point, and the lease too; none when there is no room."""
+    """A page with which both the tree and the lease can have the lease's point; none if there is no space."""
     if not len(lease.point_pages):
         return NO_PAGES
     if len(lease.spare_points):
@@ -233,8 +233,8 @@ def _room_for_copy(state: CacheState, lease: Lease) -> PageIds:
 def _leave_checkpoint(
     state: CacheState, lease: Lease, node: Node, page: int, copy: PageIds, *, copied: bool
 ) -> Checkpoint | None:  # fmt: skip
-    """A checkpoint at boundary `page`; None if the device has the same already. Its point is `copy` if the engine has `copied`
-    it, else the lease's own page, and the lease goes on with `copy` once the cache has made that copy.
+    """A checkpoint at boundary `page`; None if the device has it already. Its point is `copy` if the engine has `copied`
+    it, else the lease's own page, and the lease continues with `copy` once the cache has made that copy.
     """
     tree, arena = state.tree, state.arena(Tier.DEVICE)
     span = state.spec.window_span(page * state.spec.page_tokens)
@@ -261,7 +261,7 @@ def _leave_checkpoint(
 
 
 def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> None:
-    """Says for whoever asks later why this lease left a checkpoint here."""
+    """Records why this lease left a checkpoint here, for later statistics."""
     checkpoint.trigger = trigger_of(
         state.spec, state.placement, checkpoint.page * state.spec.page_tokens,
         known=lease.known, prompt_tokens=lease.prompt_tokens, hints=lease.request.hints,
@@ -269,20 +269,20 @@ def note_trigger(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> Non
 
 
 def _note_shared(state: CacheState, lease: Lease, found: Checkpoint) -> None:
-    """Another request left a checkpoint where this one would. It has two owners now, and stays: unless both are answers that are
-    alike so far, and leave it behind like their own.
+    """Another request left a checkpoint where this one would. It has two owners now, and stays, unless both are answers that are
+    identical so far, and leave it behind like their own.
     """
     if not (found.answers and _is_in_answer(state, lease, found)):
         found.uses += 1
 
 
 def _follow_trail(state: CacheState, lease: Lease, reached: Checkpoint) -> None:
-    """Of the checkpoints on a growing answer's way, only the last is kept, unless somebody has used an earlier one or another
+    """Keeps only the last of the checkpoints on a growing answer's path, unless a request has used an earlier one or another
     answer has come no further.
     """
     if not _is_in_answer(state, lease, reached):
         return
-    for visit in lease.visits:  # who leaves the path behind the prompt, since they send no answer back, leave it before its end
+    for visit in lease.visits:  # clients that do not send the answer back continue from before the end of the path
         visit.end = max(visit.end, reached.page)
     before, lease.trail = lease.trail, reached
     reached.answers += 1
@@ -299,7 +299,7 @@ def _is_in_answer(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> bo
 
 
 def drop_superseded(state: CacheState, checkpoint: Checkpoint) -> None:
-    """Takes a checkpoint that a later one replaces out of all tiers. Not to be called for one that is in use."""
+    """Removes a checkpoint that a later one replaces from all tiers. Must not be called for one that is in use."""
     for residency in list(checkpoint.held):
         if residency is not None:
             state.counters.add(f"superseded_{residency.tier.label}_checkpoints")
@@ -311,7 +311,7 @@ def _is_milestone(state: CacheState, checkpoint: Checkpoint) -> bool:
 
 
 def note_missing_state(state: CacheState, lease: Lease, name: str, since: int) -> None:
-    """From token `since` on this lease's pages lack a state, also those it will fill."""
+    """From token `since` on this lease's pages lack a state, including those it will fill."""
     if any(each.name == name and each.required for each in state.spec.states):
         raise LeaseError(f"state {name!r} is required: pages without it cannot be offered")
     lease.missing_states[name] = min(since, lease.missing_states.get(name, since))
@@ -335,7 +335,7 @@ def next_stop(state: CacheState, lease: Lease, after: int | None = None) -> int 
 
 
 def is_stop(state: CacheState, lease: Lease, boundary: int) -> bool:
-    """Whether a checkpoint was asked for at `boundary`."""
+    """Whether a checkpoint was requested at `boundary`."""
     if boundary < lease.prompt_tokens:
         return boundary in lease.stops
     return next_decode_stop(state.spec, state.placement, position=boundary - 1) == boundary

@@ -1,6 +1,6 @@
-"""Turns a match into a lease: holds what is there, takes room for what is not, and starts the copies.
+"""Turns a match into a lease: holds the pages that exist, allocates the others, and starts the copies.
 
-All or nothing: when there is no room, nothing is held and the request may try again.
+All or nothing: if there is no space, nothing is held and the request may try again.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from stepwell.tree.node import ABSENT, Residency
 
 @dataclass(kw_only=True)
 class Holds:
-    """References taken for a request before room is made, so that nothing it needs can be the victim."""
+    """References taken for a request before space is freed, so that nothing it needs can be a victim."""
 
     near: PageIds  # page ids of the restored prefix in the nearest tier, ABSENT where it lacks them
     below: PageIds  # host pages for those gaps
     residency: Residency | None
     index_only: bool = False  # rows of what is loaded stay on the host
-    promotes: bool = False  # the checkpoint is to be the device tier's too, once it is loaded
+    promotes: bool = False  # the checkpoint also becomes one of the device tier, once it is loaded
 
 
 def acquire(
@@ -46,10 +46,10 @@ def acquire(
     from_store: Flags | None = None,
     known_pages: int = 0,
 ) -> Lease:
-    """Leases a prompt, resuming at the match's restore point (looked up again if the tree moved on).
+    """Leases a prompt, resuming at the match's restore point (looked up again if the tree has changed).
 
-    `from_store` says which of its pages came from a store while the request waited, `known_pages` how many are known when what
-    the store has is counted too. Raises NoRoom, and LeaseError for a match of another cache.
+    `from_store` says which of its pages came from a store while the request waited, `known_pages` how many are known including
+    those of the store. Raises NoRoom, and LeaseError for a match of another cache.
     """
     match = find_again(state.tree, match)
     holds = _hold(state, match)
@@ -71,9 +71,9 @@ def acquire(
 
 
 def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None) -> int:
-    """Starts to copy to the device what has arrived of a prompt's pages, before a request leases them; says how many they are.
+    """Starts to copy the arrived pages of a prompt to the device, before a request leases them; returns their number.
 
-    Into free room, or into room that is made for at most `evict_for` of them. They are the tree's alone: should room be needed
+    Uses free space, and evicts for at most `evict_for` of them. Only the tree refers to them: if space is needed
     before the request begins, they may be evicted again.
     """
     near = ids_of(match.path, Tier.DEVICE, match.arrived_tokens // state.spec.page_tokens)
@@ -101,7 +101,7 @@ def load_ahead(state: CacheState, match: Match, *, evict_for: int | None = None)
     copies += bind_loaded(state, fresh, pages.get(Kind.ROWS, NO_PAGES), holds.below, gaps)
     _publish_loads(state, match, near)
     state.copies.copy(Purpose.LOAD, copies)
-    state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy hold their own
+    state.tree.release(Tier.DEVICE, Kind.PREFIX, fresh)  # the tree and the copy have references
     _let_go(state, holds)
     return len(gaps)
 
@@ -115,7 +115,7 @@ def _hold(state: CacheState, match: Match) -> Holds:
     residency = None
     if checkpoint is not None:
         residency = checkpoint.ready_in(state.nearest) or checkpoint.ready_in(Tier.HOST)
-        assert residency is not None, "a match names a checkpoint that is nowhere ready"
+        assert residency is not None, "a match names a checkpoint that no tier has ready"
         state.tree.pin(residency)
     state.arena(state.nearest).retain(Kind.PREFIX, near[~gaps])
     if len(below):
@@ -124,7 +124,7 @@ def _hold(state: CacheState, match: Match) -> Holds:
 
 
 def _is_worth_promoting(state: CacheState, residency: Residency | None) -> bool:
-    """Loaded window pages can be the tree's for nothing; a point costs a page more, so it must be wanted again."""
+    """Loaded window pages can be the tree's for free; a point costs one more page, so it must be expected to be used again."""
     if residency is None or residency.tier is state.nearest or residency.checkpoint.held[state.nearest] is not None:
         return False
     return not len(residency.points) or residency.checkpoint.uses > 0
@@ -139,7 +139,7 @@ def _let_go(state: CacheState, holds: Holds) -> None:
 
 
 def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageIds]:
-    """Device pages for everything the request lacks, and one more where a point is promoted and there is room."""
+    """Device pages for everything the request lacks, and one more if a point is promoted and there is space."""
     need, tenant = _need(state, match, holds), match.namespace.tenant
     if state.row_pages is not None:
         pages, holds.index_only = allocate_restored(state, need, tenant=tenant, held=holds.near[holds.near != ABSENT])
@@ -149,7 +149,7 @@ def _allocate(state: CacheState, match: Match, holds: Holds) -> dict[Kind, PageI
             return allocate(state, Tier.DEVICE, need | {Kind.POINT: 2}, tenant=tenant)
         except NoRoom as refusal:
             if refusal.waiting:
-                raise  # what is being saved for it is no candidate any more: a second look would find nothing on its way
+                raise  # content being saved for it is no candidate any more: a second attempt would not find it in progress
             holds.promotes = False
     return allocate(state, Tier.DEVICE, need, tenant=tenant)
 
@@ -167,7 +167,7 @@ def _need(state: CacheState, match: Match, holds: Holds) -> dict[Kind, int]:
 
 
 def _sources(state: CacheState, match: Match, holds: Holds, from_store: Flags | None) -> Sources:
-    """Where a prompt comes from. What the store gave while this request waited is the store's, wherever it has got to since."""
+    """Where a prompt comes from. Pages that the store delivered while this request waited count for it, wherever they are now."""
     computed = match.prompt_tokens - match.restore_tokens
     if from_store is None:
         return Sources(device=match.device_tokens, host=match.host_tokens, computed=computed)
@@ -204,7 +204,7 @@ def _open(
 
 
 def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: dict[Kind, PageIds]) -> None:
-    """Gives the lease its device pages and starts whatever must be copied into them."""
+    """Assigns the lease its device pages and starts the copies into them."""
     fresh = pages.get(Kind.PREFIX, NO_PAGES)
     loaded, own = fresh[: len(holds.below)], fresh[len(holds.below) :]
     near = holds.near.copy()
@@ -234,17 +234,17 @@ def _fill(state: CacheState, lease: Lease, match: Match, holds: Holds, pages: di
         held = holds.near[holds.near != ABSENT]
         lease.arrives_with = _arrives_with(state, job, held[page_states[held] == FILLING])
     if len(holds.below):
-        state.tree.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy holds its own by now
+        state.tree.release(Tier.HOST, Kind.PREFIX, holds.below)  # the copy has a reference by now
 
 
 def _arrives_with(state: CacheState, job: JobId | None, shared: PageIds) -> tuple[JobId, ...]:
-    """Its own load, and those of others that bring pages it shares with them; none where some page comes otherwise."""
+    """Its own load, and those of others that bring pages it shares with them; none if a page arrives in another way."""
     mine, others = () if job is None else (job,), state.copies.loads_of(shared)
     return (*others, *mine) if others or not len(shared) else ()
 
 
 def _restore_checkpoint(state: CacheState, lease: Lease, residency: Residency, windows: PageIds) -> list[Copy]:
-    """Window pages are shared where they are on the device; the point state is copied, for the request will change it."""
+    """Shares window pages that are on the device; copies the point state, as the request will change it."""
     page_tokens = state.spec.page_tokens
     lease.first_window = state.spec.window_span(residency.checkpoint.page * page_tokens).start
     copies = []
@@ -277,7 +277,7 @@ def _promote(state: CacheState, source: Residency, pages: dict[Kind, PageIds], c
 
 
 def _publish_loads(state: CacheState, match: Match, near: PageIds) -> None:
-    """Loaded pages are the tree's too, so that one load serves everybody who wants them."""
+    """Adds loaded pages to the tree, so that one load serves every request that needs them."""
     for node in match.path:
         if node.start >= len(near):
             break

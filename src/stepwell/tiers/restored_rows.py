@@ -1,6 +1,6 @@
-"""Where the rows of a restored prefix go, where rows are pages of their own: beside their pages, or they stay on the host.
+"""Where the rows of a restored prefix go, if rows are pages of their own: to the device with their pages, or they stay below.
 
-Resident where that takes room from nobody who runs; else a request resumes without its rows, on hot pages.
+Resident if that takes no space from running requests; else a request resumes without its rows, on hot pages.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from stepwell.tiers.state import CacheState
 
 
 def num_rows(state: CacheState, pages: int) -> int:
-    """How many pages of rows belong to so many prefix pages."""
+    """How many pages of rows belong to this number of prefix pages."""
     return pages if state.row_pages is not None else 0
 
 
 def allocate_free(state: CacheState, need: Need) -> dict[Kind, PageIds] | None:
-    """Device pages, if they are free."""
+    """Device pages, if enough are free."""
     return state.arena(Tier.DEVICE).alloc_if_fits({kind: count for kind, count in need.items() if count})
 
 
 def allocate_restored(
     state: CacheState, need: dict[Kind, int], *, tenant: str | None, held: PageIds
 ) -> tuple[dict[Kind, PageIds], bool]:
-    """What a request needs, with rows for what is loaded if they fit in place of idle things alone; else with hot pages instead,
-    and true. Hot pages also for pages that it shares, `held`, whose rows are on the host alone. Where hot pages would take as
-    much room as the rows themselves, it is the rows. Raises NoRoom.
+    """What a request needs, with rows for what is loaded if they fit in place of idle content alone; else with hot pages instead,
+    and True. Also hot pages for pages that it shares, `held`, whose rows are on the host alone. If hot pages would take as
+    much space as the rows themselves, the rows are chosen. Raises NoRoom.
     """
     assert state.row_pages is not None
     most, away, loaded = hot_pages_of(state), int(np.count_nonzero(state.row_pages.backed(held))), need[Kind.ROWS]
@@ -47,7 +47,7 @@ def allocate_restored(
 def place_loaded(
     state: CacheState, lease: Lease, at: PageIds, below: PageIds, rows: PageIds, *, index_only: bool
 ) -> list[Copy]:  # fmt: skip
-    """Says where the rows of the lease's pages `at`, loaded from host pages `below`, are. Of `rows`, what is left is lent."""
+    """Records where the rows of the lease's pages `at`, loaded from host pages `below`, are. Other `rows` become hot pages."""
     if state.row_pages is None:
         return []
     loaded = lease.prefix_pages[at]
@@ -62,7 +62,7 @@ def place_loaded(
 
 
 def bind_loaded(state: CacheState, pages: PageIds, rows: PageIds, below: PageIds, ordinals: PageIds) -> list[Copy]:
-    """Gives loaded pages their rows, where these are pages of their own; returns the copy that fills them."""
+    """Binds rows to loaded pages, if rows are pages of their own; returns the copy that fills them."""
     if state.row_pages is None or not len(pages):
         return []
     state.row_pages.bind(pages, rows, ordinals)

@@ -1,8 +1,8 @@
-"""Copies of device pages and checkpoints down to the host, parents before children.
+"""Copies of device pages and checkpoints to the host, parents before children.
 
-Decides what is not there yet, takes host room for exactly that, and starts the copy. When the host has no
-room nothing is saved and the skip is counted; that is never an error. What leaves the device goes down only if it is worth more
-than what would leave the host for it.
+Determines what the host lacks, allocates exactly that, and starts the copy. If the host has no space, nothing is saved and the
+skip is counted; that is never an error. Content evicted from the device is saved only if it is more valuable than what the host
+would evict for it.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from stepwell.tree.node import ABSENT, Node, Residency, Run, Victim, previous_ch
 
 
 class Save(Enum):
-    """What came of an attempt at saving something."""
+    """The result of an attempt to save something."""
 
-    STARTED = "a copy is under way"
-    WAITING = "room on the host is on its way"
-    SKIPPED = "there is nothing to save, or no room for it"
+    STARTED = "a copy is running"
+    WAITING = "space on the host is being freed"
+    SKIPPED = "there is nothing to save, or no space for it"
 
 
 def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
     """Saves every device page from the root to `node`, and the checkpoints on the way, that the host lacks.
 
-    Without `evict`, as long as nothing has to leave the host for it.
+    Without `evict`, stops where something would have to be evicted from the host.
     """
     save_runs(state, node, evict=evict)
     for each in node.path():
@@ -44,14 +44,14 @@ def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
             residency = checkpoint.ready_in(Tier.DEVICE)
             if residency is None or checkpoint.held[Tier.HOST] is not None:
                 continue
-            if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is no use without the pages it stands on
+            if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is useless without the pages it depends on
                 save_residency(state, residency, evict=evict)
         if host.num_pages < each.num_pages:
             return
 
 
 def save_committed(state: CacheState, node: Node) -> None:
-    """A path was committed: saves it if the write policy saves on commit, or is exclusive and the host has free memory for it."""
+    """Saves a committed path if the write policy saves on commit, or is exclusive and the host has free memory for it."""
     write, below = state.config.write, state.below
     is_durable = below is not None and below.is_durable
     at_once = write.saves_on_commit or (is_durable and not write.is_exclusive)
@@ -62,7 +62,7 @@ def save_committed(state: CacheState, node: Node) -> None:
 
 
 def write_back(state: CacheState, victim: Victim) -> Leaving:
-    """Before something leaves the device: starts saving it if the host lacks it and has nothing worth less to give up for it."""
+    """Before something leaves the device: starts saving it if the host lacks it and has nothing less valuable to evict for it."""
     if isinstance(victim, Residency):
         if not victim.ready or victim.users or victim.checkpoint.held[Tier.HOST] is not None:
             return Leaving.NOW
@@ -70,7 +70,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         tail = state.tree.ranking.tails.of(victim)
         if tail is None or not len(missing_pages(state, victim.node)):
             return Leaving.NOW
-        if tail.dead and (state.below is None or not state.below.owes(victim.node)):
+        if tail.dead and (state.below is None or not state.below.must_store(victim.node)):
             return Leaving.NOW
     if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
         state.counters.add("save_skipped_worth_less")
@@ -87,10 +87,10 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
 
 
 def _is_worth_room(state: CacheState, victim: Victim) -> bool:
-    """Whether the host should give something up for what leaves the device: what it has stands on this, or is worth less.
+    """Whether the host should evict content for a victim of the device: its own content depends on it, or is less valuable.
 
-    A checkpoint that a later one serves for is not worth it: it would leave a hole where pages are short. Above a store all
-    others go down: what leaves the host for them is stored.
+    A checkpoint that a later one replaces is not worth it: it would leave a hole where pages are short. Above a store all
+    others are saved: what the host evicts for them is stored.
     """
     if isinstance(victim, Residency) and is_superseded(victim.checkpoint, milestone_pages=0):
         return False
@@ -101,7 +101,7 @@ def _is_worth_room(state: CacheState, victim: Victim) -> bool:
 
 
 def _need(state: CacheState, victim: Victim) -> Need:
-    """What saving something would take, at most."""
+    """The most that saving a victim would take."""
     if isinstance(victim, Residency):
         return _checkpoint_need(len(victim.windows), len(victim.points))
     return {Kind.PREFIX: len(missing_pages(state, victim.node))}
@@ -114,8 +114,8 @@ def _checkpoint_need(windows: int, points: int) -> Need:
 def save_runs(
     state: CacheState, node: Node, *, evict: bool = True, whole_path: bool = True, beyond: Callable[[Node], int] | None = None
 ) -> Save:
-    """Saves the pages of `node`, and of what is above it unless that is not wanted there; of each node those behind as many as
-    `beyond` says.
+    """Saves the pages of `node`, and of its ancestors unless `above` excludes them; in each node those after the first
+    `beyond` pages.
     """
     if not state.has_both_tiers:
         return Save.SKIPPED
@@ -133,7 +133,7 @@ def save_runs(
     if not fits and not evict:
         return Save.SKIPPED
     above = _host_pages(node) if not fits else NO_PAGES
-    state.arena(Tier.HOST).retain(Kind.PREFIX, above)  # room is not to be made out of what it is to follow
+    state.arena(Tier.HOST).retain(Kind.PREFIX, above)  # must not be evicted for their own successors
     try:
         ids = allocate(state, Tier.HOST, need, tenant=node.account.tenant)[Kind.PREFIX]
     except NoRoom as refusal:
@@ -164,7 +164,7 @@ def _no_room(state: CacheState, refusal: NoRoom) -> Save:
 
 
 def _enter_backing(state: CacheState, node: Node) -> None:
-    """Host pages that hold the rows of a node's pages are the tree's again, if it had to let go of them."""
+    """Returns host pages that hold the rows of a node's pages to the tree, if it had released them."""
     device, host = node.runs[Tier.DEVICE], node.runs[Tier.HOST]
     if device is None or state.row_pages is None or (host is not None and host.num_pages == node.num_pages):
         return
@@ -175,7 +175,7 @@ def _enter_backing(state: CacheState, node: Node) -> None:
 
 
 def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]:
-    """Device pages to host pages; where rows are pages of their own, those too."""
+    """Device pages to host pages; if rows are pages of their own, those too."""
     target = Span(tier=Tier.HOST, kind=Kind.PREFIX, ids=host)
     copies = [Copy(source=Span(tier=Tier.DEVICE, kind=Kind.PREFIX, ids=pages), target=target)]
     if state.row_pages is not None:
@@ -184,7 +184,7 @@ def _page_copies(state: CacheState, pages: PageIds, host: PageIds) -> list[Copy]
 
 
 def save_residency(state: CacheState, residency: Residency, *, evict: bool = True) -> Save:
-    """Saves one checkpoint. Window pages the host has already are shared."""
+    """Saves one checkpoint. Window pages that the host has already are shared."""
     if not state.has_both_tiers:
         return Save.SKIPPED
     checkpoint = residency.checkpoint
@@ -197,7 +197,7 @@ def save_residency(state: CacheState, residency: Residency, *, evict: bool = Tru
     if not evict and not state.arena(Tier.HOST).fits(need):
         return Save.SKIPPED
     state.arena(Tier.HOST).retain(Kind.WINDOW, _array(shared.values())) if shared else None
-    state.tree.pin(residency)  # making room for its copy must not evict it
+    state.tree.pin(residency)  # freeing space for its copy must not evict it
     pages, outcome = None, Save.SKIPPED
     try:
         pages = allocate(state, Tier.HOST, need, tenant=node.account.tenant)
@@ -247,7 +247,7 @@ def _start_save(
 
 
 def _give_back(state: CacheState, shared: dict[int, int], pages: dict[Kind, PageIds]) -> None:
-    """The references that kept pages alive while they were placed; the tree and the copy hold their own by now."""
+    """Releases the references that kept pages alive until the tree and the copy had theirs."""
     arena = state.arena(Tier.HOST)
     if shared:
         arena.release(Kind.WINDOW, _array(shared.values()))
@@ -256,7 +256,7 @@ def _give_back(state: CacheState, shared: dict[int, int], pages: dict[Kind, Page
 
 
 def _shared_windows(state: CacheState, node: Node, page: int) -> dict[int, int]:
-    """Host window pages, by index on the path, that the checkpoint before this one already has."""
+    """Host window pages, by index on the path, that the previous checkpoint already has."""
     spec = state.spec
     before = previous_checkpoint(node, page)
     residency = before.ready_in(Tier.HOST) if before is not None else None

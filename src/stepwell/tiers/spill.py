@@ -1,11 +1,11 @@
 """Rows of running requests leave the device when nothing idle is left to evict: the host has them already, and keeps them.
 
     a request's pages   |== shed, from the front ==|== resident ==|= last full page =|= being written =|
-    rows of the first   become its hot pages; those of the others are room
+    rows of the first   become its hot pages; those of the others are freed
 
-What is shed is read where the host has it, or from hot pages, into which passes copy rows that they read often. Nothing comes
-back to stay. Pages spill that the tree has and whose host page can be read; what a request computes for itself alone does not.
-Decides and books; copies nothing.
+Shed rows are read from the host, or from hot pages, into which passes copy rows that they read often. They are never restored to
+stay. Only pages that the tree has and whose host page can be read are spilled; private pages of a request are not.
+Decides and records; copies nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from stepwell.tiers.state import CacheState
 from stepwell.tree.node import ABSENT
 
 TAIL_PAGES = 2  # that stay: the last full one, and the one that is being written
-LEAST_SHED = 8  # pages at a time: looking for them costs as much as shedding some more
-ALONE = 2  # references to a page that one request shares with nobody: its own and the tree's
+LEAST_SHED = 8  # pages at a time: to find them costs as much as to shed some more
+ALONE = 2  # references to a page that only one request uses: its own and the tree's
 
 
 def hot_pages_of(state: CacheState) -> int:
-    """How many hot pages a request has at most once rows of it are on the host alone; never more than it has such pages."""
+    """The maximum number of hot pages of a request whose rows are partly on the host alone; never more than it has such pages."""
     return -(-state.config.hot_rows // state.spec.page_tokens)
 
 
@@ -39,17 +39,17 @@ def hot_missing(state: CacheState, lease: Lease) -> int:
     row_pages = state.row_pages
     if row_pages is None or not row_pages.num_backed:
         return 0
-    if not (room := _hot_room(state, lease)):
+    if not (allowed := _hot_allowed(state, lease)):
         return 0
     away = int(np.count_nonzero(row_pages.backed(lease.prefix_pages)))
-    return min(room, max(away - len(lease.hot_pages), 0))
+    return min(allowed, max(away - len(lease.hot_pages), 0))
 
 
 def assign_hot(state: CacheState, lease: Lease, rows: PageIds) -> None:
-    """Makes ROWS pages hot ones of a lease. Takes over the caller's reference to each; what it has too many is given back."""
+    """Makes ROWS pages hot pages of a lease. Takes over the caller's reference to each; surplus pages are released."""
     row_pages = state.row_pages
     assert row_pages is not None
-    wanted = _hot_room(state, lease)
+    wanted = _hot_allowed(state, lease)
     state.tree.release(Tier.DEVICE, Kind.ROWS, rows[wanted:])
     numbers = row_pages.assign_hot(rows[:wanted])
     lease.hot_pages = np.concatenate([lease.hot_pages, rows[:wanted]])
@@ -58,7 +58,7 @@ def assign_hot(state: CacheState, lease: Lease, rows: PageIds) -> None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sheddable:
-    """What one lease could shed now: indices of its pages, the host pages that have them too, and which it shares with nobody."""
+    """What one lease could shed now: indices of its pages, the host pages that have them too, and which it does not share."""
 
     lease: Lease
     at: PageIds
@@ -67,10 +67,10 @@ class _Sheddable:
 
 
 def spill(state: CacheState, leases: Iterable[Lease], need: Need) -> bool:
-    """Sheds rows of running requests until `need` fits on the device; false when nothing more can go, or all would not do.
+    """Sheds rows of running requests until `need` fits on the device; False if nothing more can be shed, or all is too little.
 
-    The least urgent first, and of those the one with most rows there. Pages that requests share go last: then each of these
-    needs hot pages of its own.
+    The least urgent request first, among equals the one with most rows on the device. Shared pages go last: each of the requests
+    that share them then needs hot pages of its own.
     """
     arena = state.arena(Tier.DEVICE)
     found = [each for lease in leases if lease.ready and len((each := _sheddable(state, lease)).at)]
@@ -85,39 +85,39 @@ def spill(state: CacheState, leases: Iterable[Lease], need: Need) -> bool:
 
 
 def _could_help(state: CacheState, found: list[_Sheddable], need: Need) -> bool:
-    """Whether there would be as many bytes as are needed with everything shed that can be: else nothing is."""
+    """Whether shedding everything possible would free enough bytes: else nothing is shed."""
     arena = state.arena(Tier.DEVICE)
     strides = arena.layout.strides
-    hot = sum(min(_hot_room(state, each.lease), len(each.at)) for each in found)
+    hot = sum(min(_hot_allowed(state, each.lease), len(each.at)) for each in found)
     pages = len(np.unique(np.concatenate([NO_PAGES, *(each.lease.prefix_pages[each.at] for each in found)])))
-    room = arena.layout.size_bytes - arena.used_bytes + max(pages - hot, 0) * strides[Kind.ROWS]
-    return pages > 0 and sum(strides[kind] * count for kind, count in need.items()) <= room
+    free_bytes = arena.layout.size_bytes - arena.used_bytes + max(pages - hot, 0) * strides[Kind.ROWS]
+    return pages > 0 and sum(strides[kind] * count for kind, count in need.items()) <= free_bytes
 
 
 def _wanted(state: CacheState, short: Need) -> int:
-    """How many pages to shed: what is short, or a slab of them when it is the slab that is needed."""
+    """How many pages to shed: what is short, or a whole slab if a slab is needed."""
     layout = state.arena(Tier.DEVICE).layout
     return max(short.get(Kind.ROWS) or layout.slab_bytes // layout.strides[Kind.ROWS], LEAST_SHED)
 
 
-def _hot_room(state: CacheState, lease: Lease) -> int:
-    """How many hot pages a lease may still get."""
+def _hot_allowed(state: CacheState, lease: Lease) -> int:
+    """How many more hot pages a lease may get."""
     return max(hot_pages_of(state) - len(lease.hot_pages), 0)
 
 
 def _shed(state: CacheState, each: _Sheddable, count: int, *, shared: bool) -> bool:
-    """Sheds so many pages of a lease, beside those that become its hot pages; false when that would free nothing."""
+    """Sheds `count` pages of a lease, in addition to those that become its hot pages; False if that would free nothing."""
     row_pages, lease = state.row_pages, each.lease
     assert row_pages is not None
-    left = row_pages.rows[lease.prefix_pages[each.at]] != ABSENT  # another, who shares them, may have shed some
+    left = row_pages.rows[lease.prefix_pages[each.at]] != ABSENT  # another request that shares them may have shed some
     chosen = np.flatnonzero(left if shared else left & each.alone)
-    hot = _hot_room(state, lease)
+    hot = _hot_allowed(state, lease)
     if len(chosen) <= hot:
         return False
     chosen = chosen[: hot + count]
     ids, below = lease.prefix_pages[each.at[chosen]], each.below[chosen]
-    rows = np.sort(row_pages.rows[ids])[:hot]  # at low addresses, so that slabs at the high end empty
-    state.arena(Tier.DEVICE).retain(Kind.ROWS, rows)  # lent, not freed
+    rows = np.sort(row_pages.rows[ids])[:hot]  # at low addresses, so that slabs at the high end become empty
+    state.arena(Tier.DEVICE).retain(Kind.ROWS, rows)  # assigned, not freed
     state.arena(Tier.HOST).retain(Kind.PREFIX, below)
     row_pages.shed(ids, below)
     state.tree.accounts.shed_rows(state.tree.accounts.of(lease.namespace.tenant), len(ids))
@@ -128,7 +128,7 @@ def _shed(state: CacheState, each: _Sheddable, count: int, *, shared: bool) -> b
 
 
 def _sheddable(state: CacheState, lease: Lease) -> _Sheddable:
-    """Pages before the lease's tail that the host has too, and nobody copies."""
+    """Pages before the lease's tail that the host has too, and that no job copies."""
     row_pages, device = state.row_pages, state.arena(Tier.DEVICE)
     assert row_pages is not None
     upto = max(lease.position // state.spec.page_tokens + 1 - TAIL_PAGES, 0)
@@ -144,14 +144,14 @@ def _sheddable(state: CacheState, lease: Lease) -> _Sheddable:
 
 
 def _skip_shed(lease: Lease, row_pages: RowPages, upto: int) -> None:
-    """Notes up to where all of a lease's pages are shed, so that they are not looked at again and again."""
+    """Notes up to where all of a lease's pages are shed, so that they are not visited again."""
     if lease.first_resident < upto:
         resident = row_pages.rows[lease.prefix_pages[lease.first_resident : upto]] != ABSENT
         lease.first_resident += int(resident.argmax()) if resident.any() else len(resident)
 
 
 def _host_pages(state: CacheState, lease: Lease, first: int, upto: int) -> PageIds:
-    """The host pages of a lease's pages from `first` on, ABSENT where the tree has none, or has another's page on the device."""
+    """The host pages of a lease's pages from `first` on, ABSENT where the tree has none, or has another page on the device."""
     below = np.full(max(upto - first, 0), ABSENT, np.int32)
     owner, ids, at = state.tree.owner[Tier.DEVICE], lease.prefix_pages, first
     while at < upto:

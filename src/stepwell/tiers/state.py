@@ -1,6 +1,6 @@
-"""What the cache's verbs share, and the one thread it all belongs to.
+"""The state that the cache's verbs share, and the one thread that owns it.
 
-Nothing inside a cache is locked: a second thread is noticed, and refused.
+Nothing inside a cache is locked: a call from a second thread is detected, and refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ R = TypeVar("R")
 
 
 class _Mark:
-    """One thread's own object. It dies with the thread, whoever made that; numbers of threads are used again."""
+    """One thread's own object. It dies with the thread; thread numbers are reused."""
 
     __slots__ = ("__weakref__", "name")
 
@@ -56,7 +56,7 @@ _here = _Here()
 
 
 class Owner:
-    """The thread something belongs to: the first that uses it, until it hands it over or ends."""
+    """The thread that owns something: the first that uses it, until it releases it or ends."""
 
     def __init__(self) -> None:
         self._mark: ref[_Mark] | None = None
@@ -79,14 +79,14 @@ class Owner:
             self._mark = ref(mine)
 
     def release(self) -> None:
-        """The next thread that comes has it. Called by the owner."""
+        """Releases ownership: the next calling thread takes it. Called by the owner."""
         self.check("Cache.hand_over")
         self._mark = None
 
 
 class Owned(Protocol):
     _owner: Owner
-    _called: ClassVar[str]  # what its users write before the name of a method
+    _called: ClassVar[str]  # what users write before the name of a method
 
 
 S = TypeVar("S", bound=Owned)
@@ -105,57 +105,57 @@ def one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S
 
 
 class Leaving(Enum):
-    """What is to become of something that is about to leave a tier."""
+    """How the lower tier answers when something is about to be evicted."""
 
-    NOW = "nothing below will have it, or has it already"
-    LATER = "it is on its way down, and a candidate again when it has arrived"
-    BLOCKED = "it is worth keeping, and room for it below is on its way"
-    AT_ONCE = "it is on its way down, and whoever carries it holds what it needs"
+    NOW = "nothing below will store it, or has it already"
+    LATER = "it is being copied to the lower tier, and a candidate again afterwards"
+    BLOCKED = "it is worth keeping, and space for it below is being freed"
+    AT_ONCE = "it is being copied to the lower tier, and the copy holds the pages it needs"
 
 
 class Below(Protocol):
-    """What stands below the host tier, as the two memory tiers see it. Called on the cache's thread; never waits."""
+    """The tier below the host, as the two memory tiers see it. Called on the cache's thread; never waits."""
 
     @property
     def takes_paths(self) -> bool:
-        """Whether something is there that takes pages as soon as they reach the host, and only after those before them."""
+        """Whether it stores pages as soon as they reach the host, and only after those before them."""
         ...
 
     @property
     def takes_late(self) -> bool:
-        """Whether it takes what leaves the host, and not before."""
+        """Whether it stores pages when they leave the host, and not before."""
         ...
 
     @property
     def is_durable(self) -> bool:
-        """Whether what is committed goes down soon, whatever the write policy says, so that it outlives the process."""
+        """Whether committed content is stored soon, whatever the write policy says, so that it outlives the process."""
         ...
 
     @property
     def putting_bytes(self) -> int:
-        """Bytes of the host that are held until they are below, where room may wait for that."""
+        """Bytes of the host that are held until they are stored, and that an eviction may wait for."""
         ...
 
     def offer(self, node: Node) -> None:
-        """The path to a node was committed or used, and may have something that is new below."""
+        """The path to a node was committed or used, and may have content that the lower tier lacks."""
         ...
 
-    def owes(self, node: Node) -> bool:
-        """Whether pages of a node have to go down before they leave memory, though nothing in memory could use them."""
+    def must_store(self, node: Node) -> bool:
+        """Whether pages of a node must be stored before they leave memory, though nothing in memory could use them."""
         ...
 
     def before_use(self, path: Sequence[Node]) -> None:
-        """A request is about to use a path: what is below of it is worth less there while memory has it."""
+        """A request is about to use a path: its stored copies are less valuable while memory has it."""
         ...
 
     def before_eviction(self, victim: Victim) -> Leaving:
-        """Something is about to leave the host: starts to take it down where it must not be lost."""
+        """Something is about to leave the host: starts to store it if it must not be lost."""
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class CacheState:
-    """What stands behind one cache. Built by `build.py`; used on one thread."""
+    """The state of one cache. Built by `build.py`; used on one thread."""
 
     spec: ModelSpec
     config: CacheConfig
@@ -166,18 +166,18 @@ class CacheState:
     wakeup: Wakeup
     placement: PlacementRules
     copy_timeout_s: float
-    compute_speed: Speed = field(default_factory=Speed)  # tokens a second, of chunks large enough to tell
-    owner: Owner = field(default_factory=Owner)  # the thread that all of this belongs to
-    reuse: ReuseModel | None = None  # what is learned about returns, where the value of things depends on it
-    below: Below | None = None  # what takes copies of what is on the host
-    spill: Callable[[Need], bool] | None = None  # makes room on the device out of rows of running requests; true if it did
+    compute_speed: Speed = field(default_factory=Speed)  # tokens a second, measured on chunks that are large enough
+    owner: Owner = field(default_factory=Owner)  # the thread that owns all of this
+    reuse: ReuseModel | None = None  # what is learned about returns, if the value of content depends on it
+    below: Below | None = None  # the lower tier, which stores what is on the host
+    spill: Callable[[Need], bool] | None = None  # frees space on the device by shedding rows of running requests; True if it did
     write_back: Callable[[CacheState, Victim], Leaving] | None = None  # starts saving what is on the device alone
     expiries: list[tuple[float, int, int, Node]] = field(default_factory=list)  # heap: when, deepest first, number, node
     expiry_number: int = 0
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)  # by digest, of requests seen
 
     def know(self, namespace: Namespace) -> None:
-        """Remembers who is behind a digest, when something of theirs is entered; those without a path are forgotten in time."""
+        """Records the namespace of a digest when content of it is entered; those without a path are dropped in time."""
         self.namespaces[namespace.digest] = namespace
         if len(self.namespaces) > 2 * len(self.tree.roots) + MOST_UNUSED_NAMESPACES:
             self.namespaces = {digest: each for digest, each in self.namespaces.items() if digest in self.tree.roots}
@@ -198,9 +198,9 @@ class CacheState:
         return self.tree.row_pages
 
     def give_back_host(self) -> None:
-        """Gives back host pages that had the rows of device pages which are gone. Never while the tree is being changed."""
-        left = self.row_pages.unreferenced_host_pages() if self.row_pages is not None else NO_PAGES
-        while len(left):  # a page is named as often as it was held
+        """Releases host pages that had the rows of device pages that no longer exist. Never during a change of the tree."""
+        left = self.row_pages.forsaken_host() if self.row_pages is not None else NO_PAGES
+        while len(left):  # a page is named once for each reference
             once, at = np.unique(left, return_index=True)
             self.tree.release(Tier.HOST, Kind.PREFIX, once)
             left = np.delete(left, at)

@@ -1,4 +1,4 @@
-"""What it means that a request has come: its path was used, and the reuse model learns of a return. Takes no pages."""
+"""The effects of a new request: its path was used, and the reuse model learns of a return. Allocates no pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stepwell.tree.notes import key_of
 
 
 def note_use(state: CacheState, match: Match, lease: Lease) -> None:
-    """What a request resumes from was used now: it is kept longer, and saved where that is reason to."""
+    """Marks what a request resumes from as used now: it is kept longer, and saved if the policy saves on use."""
     upto = match.restore_tokens // state.spec.page_tokens
     if not upto:
         return
@@ -30,18 +30,18 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
     saves = state.config.write.saves_on_use(deepest.hits)
     if saves:
         save_path(state, deepest)
-    if state.below is not None and (saves or state.below.is_durable):  # what it refused before may go down now
+    if state.below is not None and (saves or state.below.is_durable):  # what the lower tier refused before may be stored now
         state.below.offer(deepest)
 
 
 def note_visit(state: CacheState, match: Match, lease: Lease) -> None:
-    """Tells the reuse model of a request: what it came back to is of its visit from now on, and what it will leave too."""
+    """Reports a request to the reuse model: what it resumes from belongs to its visit from now on, and so does what it adds."""
     if state.reuse is None:
         return
     page_bytes, packed = state.tree.page_bytes, match.packed
     known = match.known_tokens // state.spec.page_tokens
     path = _path_now(state, match, known)
-    known = path[-1].end if path else 0  # less when room was made out of what follows the restore point
+    known = path[-1].end if path else 0  # less if what follows the restore point was evicted
     deepest = path[-1] if path else state.tree.roots.get(match.namespace.digest)
     following = packed[known * page_bytes : (known + 1) * page_bytes]
     past = state.tree.past

@@ -196,7 +196,7 @@ def test_a_commit_after_the_last_one() -> None:
     rig.compute(lease, 8, last=True)
     rig.cache.append(lease, [1, 2, 3, 4])
     rig.cache.grow(lease, 12)
-    with pytest.raises(LeaseError, match="handed its point state over"):
+    with pytest.raises(LeaseError, match="published its point state"):
         rig.cache.commit(lease, 12, last=True)
     rig.cache.audit()
     rig.cache.release(lease)
@@ -208,7 +208,7 @@ def test_a_commit_while_loading() -> None:
     rig.serve(text(1, 17))
     rig.evict_all(Tier.DEVICE)
     lease = rig.open(text(1, 17))
-    with pytest.raises(LeaseError, match="is loading, and this needs it to be ready"):
+    with pytest.raises(LeaseError, match="is loading, but must be ready"):
         rig.cache.commit(lease, 17)
     rig.cache.audit()
     rig.cache.release(lease)

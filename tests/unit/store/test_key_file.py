@@ -35,7 +35,7 @@ def test_a_new_key_is_its_owners_alone_and_is_read_back(tmp_path: Path) -> None:
 def test_a_key_is_never_written_over(tmp_path: Path) -> None:
     write_store_key(tmp_path / "key")
     content = (tmp_path / "key").read_bytes()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write_store_key(tmp_path / "key")
     assert (tmp_path / "key").read_bytes() == content
     with pytest.raises(ConfigError, match="cannot be written"):

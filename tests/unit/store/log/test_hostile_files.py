@@ -103,7 +103,7 @@ def directory_for(name: str) -> Prepare:
         pytest.param(settings(segment_bytes=float("inf")), "damaged", id="endless segments"),
         pytest.param(settings(budget_bytes=10**30), "damaged", id="budget beyond all disks"),
         pytest.param(settings(quotas={"t": -5}), "damaged", id="negative quota"),
-        pytest.param(lambda d: (d / "store.json").unlink(), "put store.json back", id="settings gone"),
+        pytest.param(lambda d: (d / "store.json").unlink(), "restore store.json", id="settings gone"),
     ],
 )
 def test_what_cannot_be_opened_says_so_and_is_not_touched(
@@ -209,7 +209,7 @@ def test_check_tells_of_a_lost_segment_and_of_a_broken_snapshot(
     (directory / "snapshot").write_bytes(whole)
     sorted(directory.glob("*.seg"))[0].unlink()
     assert main(["store", "check", str(directory)]) == 1
-    assert "the file is gone" in capsys.readouterr().out
+    assert "the file is missing" in capsys.readouterr().out
     assert main(["store", "check", "--repair", str(directory)]) == 0
     assert main(["store", "check", str(directory)]) == 0
 

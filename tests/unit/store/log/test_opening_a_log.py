@@ -35,7 +35,7 @@ def test_a_second_opener_is_told_which_process_has_it(open_here: OpenLog, tmp_pa
     code = f"from stepwell.store.registry import open_store; open_store('log:{tmp_path / 'store'}')"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert f"is open in process {os.getpid()}; close it there" in child.stderr
-    with pytest.raises(StoreError, match="directory of its own"):
+    with pytest.raises(StoreError, match="another directory"):
         open_log(Opening(location=str(tmp_path / "store")))
 
 

@@ -89,8 +89,8 @@ def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, ma
         if victim is None and not patient:
             victim, excess_bytes = _choose(state, tier, short, asker, any_sort=True)
         if victim is None:
-            # Last resorts, not while saves are in progress: they are rarely enough, and would evict in vain.
-            if not waiting and (arena.spare_none() or (spill is not None and spill(need))):
+            # Last resorts, not while saves are in progress: reserved slabs are rarely enough, and would be used in vain.
+            if not waiting and (arena.unreserve() or (spill is not None and spill(need))):
                 continue
             if not waiting and ((tier is Tier.HOST and _drop_idle_backed(state)) or _cut_off(state, tier)):
                 continue

@@ -118,7 +118,7 @@ def commit(
     spec = state.spec
     page_tokens = spec.page_tokens
     full = upto // page_tokens
-    if state.row_pages is not None and not state.row_pages.are_trusted(lease.prefix_pages):
+    if state.row_pages is not None and state.row_pages.has_quarantined(lease.prefix_pages):
         lease.publishes = False  # a load of their rows failed: published pages would bring them back into the tree
     checkpoint = checkpoint and lease.publishes
     copied = point_copy is not None

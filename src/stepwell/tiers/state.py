@@ -199,7 +199,7 @@ class CacheState:
 
     def give_back_host(self) -> None:
         """Releases host pages that had the rows of device pages that no longer exist. Never during a change of the tree."""
-        left = self.row_pages.forsaken_host() if self.row_pages is not None else NO_PAGES
+        left = self.row_pages.unreferenced_host_pages() if self.row_pages is not None else NO_PAGES
         while len(left):  # a page is named once for each reference
             once, at = np.unique(left, return_index=True)
             self.tree.release(Tier.HOST, Kind.PREFIX, once)

@@ -132,7 +132,7 @@ def test_a_flipped_bit_in_a_page_is_named(tmp_path: Path) -> None:
 def test_a_store_that_outlives_the_process_wants_the_weights_named(tmp_path: Path) -> None:
     store = open_store(f"log:{tmp_path / 'store'}", options={"budget": "8MiB"})
     nameless = build_cache(FULL, Rig(FULL, device_pages=64, host_pages=64).config, tuning=SMALL_PAGES)
-    with pytest.raises(ConfigError, match="which weights"):
+    with pytest.raises(ConfigError, match="name the weights"):
         nameless.store.attach(store)
     nameless.close()
     store.close()

@@ -156,7 +156,7 @@ def test_the_label_shows_which_key_and_the_space_shows_neither_key_nor_namespace
 
 def test_a_key_is_not_forgotten_where_workers_were_made_by_somebody_else() -> None:
     cache = Rig(FULL, device_pages=64, host_pages=64).cache
-    with pytest.raises(ConfigError, match="give it to them"):
+    with pytest.raises(ConfigError, match="set it there"):
         cache.store.attach(MemoryStore(), StoreConfig(key=OURS), executor=ScriptedStoreExecutor(()))
 
 

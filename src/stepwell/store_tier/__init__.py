@@ -1,1 +1,1 @@
-"""A store below the host tier: what brings up (prefetch), what takes down (backup), and what is believed to be stored."""
+"""A store below the host tier: fetching (prefetch), storing (backup), and what the store is believed to have."""

@@ -1,14 +1,14 @@
-"""From the host down to the store, in the background: the pages of a path, parents before children, then its checkpoints.
+"""Backup from the host to the store, in the background: the pages of a path, parents before children, then its checkpoints.
 
-    offer                  a node has something new on the host: its path waits in line
-    pump                   the oldest paths are sent off, as much as may be on its way at a time, and checkpoints that are due
-    put_before_leaving     what leaves the host is sent off first, if it is a checkpoint whose backup was deferred (`deferred.py`)
+    offer                  a node has new content on the host: its path is queued
+    pump                   sends the oldest paths, within the limit of operations in flight, and checkpoints that are due
+    put_before_leaving     stores a checkpoint that leaves the host and whose backup was deferred (`deferred.py`)
 
-A path in line holds nothing: its nodes may split or leave meanwhile, and what is left is looked at when its turn comes.
-What is on its way is held by its operation. Beliefs may be wrong: the store worker asks before it sends, and a value that
-was believed to be there and is not is a miss later, never more. What was refused is sent again after its next use and not
-before, so that a path in line comes to its end whatever the store says. A checkpoint goes down only when all it stands on is
-believed to be in the store. One that was refused gives way to the one before it, which is deferred again.
+A queued path holds no pages: its nodes may split or be evicted meanwhile, and its turn covers what remains. Pages in flight are
+held by their operation. Beliefs may be wrong: the store worker queries the store before it writes, and a value that was wrongly
+believed to be stored is a miss later, never more. Refused content is sent again only after its next use, so that a queued path
+comes to its end whatever the store answers. A checkpoint is stored only when everything it depends on is believed to be stored.
+If it was refused, the checkpoint before it is deferred again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHUNK_BYTES, CHUNK_SHARE = 64 * 2**20, 1 / 16  # of pages in one operation, and 
 
 
 def offer(state: CacheState, link: StoreLink, node: Node) -> None:
-    """Puts the path to a node in line; the longest line there may be is kept by turning newcomers away."""
+    """Queues the path to a node; a full queue refuses new paths."""
     if link.detached or node in link.waiting:
         return
     if len(link.waiting) >= link.tuning.backup_queue:
@@ -47,14 +47,14 @@ def offer(state: CacheState, link: StoreLink, node: Node) -> None:
 
 
 def offer_everything(state: CacheState, link: StoreLink) -> None:
-    """After a store was attached: what is on the host already is new to it."""
+    """After a store was attached: offers everything that is on the host already."""
     for node in state.tree.nodes():
         if node.parent is not None and node.kids is None:
             offer(state, link, node)
 
 
 def forget_refusals(state: CacheState) -> None:
-    """Nothing is known to have been refused: the store is a new one."""
+    """Clears all refusals: the store is a new one."""
     for node in state.tree.nodes():
         run = node.runs[Tier.HOST]
         if run is not None:
@@ -66,7 +66,7 @@ def forget_refusals(state: CacheState) -> None:
 
 
 def pump(state: CacheState, link: StoreLink) -> None:
-    """Sends off what waits, oldest first, as long as there is leave to."""
+    """Sends queued paths, oldest first, up to the limit."""
     now = state.clock.now()
     link.came_by(now)
     if link.may_put(now):
@@ -77,9 +77,9 @@ def pump(state: CacheState, link: StoreLink) -> None:
         if now - since_s > link.tuning.backup_age_s:
             state.counters.add("backup_dropped_too_old")
         elif node.parent is not None and not put_path(state, link, node):
-            link.waiting[node] = since_s  # more of it is left than one operation takes
+            link.waiting[node] = since_s  # more of it remains than one operation takes
     if link.deferred.num_due and link.may_put(state.clock.now()):
-        _put_due(state, link)  # what was deferred just now, where nothing may be
+        _put_due(state, link)  # checkpoints deferred just now, if nothing may be deferred
     dropped = link.deferred.give_up(now, link.tuning.backup_age_s)
     while link.waiting and now - next(iter(link.waiting.values())) > link.tuning.backup_age_s:
         del link.waiting[next(iter(link.waiting))]
@@ -89,7 +89,7 @@ def pump(state: CacheState, link: StoreLink) -> None:
 
 
 def put_waiting_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
-    """Before memory is emptied: sends off paths of some namespaces that wait, though it may be more than goes down at a time."""
+    """Before memory is emptied: sends queued paths of some namespaces, even beyond the limit of operations in flight."""
     for node in list(link.waiting) if link.breaker.allows(state.clock.now()) else ():
         if node.parent is not None and node.root.first in namespaces:
             del link.waiting[node]
@@ -98,7 +98,7 @@ def put_waiting_of(state: CacheState, link: StoreLink, namespaces: Container[byt
 
 
 def put_deferred_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
-    """The same for the deferred checkpoints of some namespaces."""
+    """Like `put_waiting_of`, for the deferred checkpoints of some namespaces."""
     for checkpoint in list(link.deferred) if link.breaker.allows(state.clock.now()) else ():
         node = checkpoint.node
         if node is not None and node.root.first in namespaces and link.deferred.leave(checkpoint):
@@ -106,8 +106,8 @@ def put_deferred_of(state: CacheState, link: StoreLink, namespaces: Container[by
 
 
 def put_before_leaving(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
-    """Before a checkpoint leaves the host whose backup was deferred: starts storing it. It may leave then: its operation holds
-    what it reads, and what it stood on is not to wait for it.
+    """Before a checkpoint whose backup was deferred leaves the host: starts storing it. It may leave then: the operation holds
+    what it reads, and the pages it depended on must not wait for it.
     """
     if not isinstance(victim, Residency):
         return Leaving.NOW
@@ -123,7 +123,7 @@ def put_before_leaving(state: CacheState, link: StoreLink, victim: Victim) -> Le
 
 @dataclass(kw_only=True, eq=False)
 class _Stretch:
-    """Pages of a path without a gap, from page `first` on, and the nodes they are in."""
+    """Contiguous pages of a path, beginning at page `first`, and their nodes."""
 
     first: int
     end: int
@@ -137,9 +137,9 @@ class _Stretch:
 
 
 def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0) -> bool:
-    """Sends off what pages the store lacks of a path, and defers its checkpoints; false when more is left than fits into
-    one operation. Nodes up to page `beyond` are left out: they go down when they leave memory. If what was sent is of use without
-    a checkpoint, they are owed from now on; else its checkpoint sees to that.
+    """Sends the pages of a path that the store lacks, and defers its checkpoints; False if more is left than fits into one
+    operation. Leaves out nodes up to page `beyond`: they are stored when they leave memory. If the stored pages are useful
+    without a checkpoint, the omitted ones are required from now on; otherwise storing the checkpoint requires them.
     """
     path = node.path()
     namespace = link.namespace_of(state, node)
@@ -151,7 +151,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
     covered, room_before = 0, room
     for each in path:
         if each.expires_at < inf:
-            break  # what has a time to live stays in memory
+            break  # content with a time to live stays in memory
         stored = link.stored_pages(each)
         if each.end <= beyond and will_follow(each):
             continue
@@ -159,7 +159,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
             first = each.start + stored
             fresh = _ready_after(state, each, stored)[:room]
             if len(fresh):
-                if first > stretch.end:  # what lies between is stored already
+                if first > stretch.end:  # the pages in between are stored already
                     _put_stretch(state, link, namespace, stretch)
                     stretch = _Stretch(first=first, end=first)
                 stretch.add(each, fresh)
@@ -178,7 +178,7 @@ def put_path(state: CacheState, link: StoreLink, node: Node, *, beyond: int = 0)
 
 
 def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stretch: _Stretch) -> None:
-    """Sends off the pages of one stretch."""
+    """Sends the pages of one stretch."""
     if not stretch.ids:
         return
     first, last, ids = stretch.first, stretch.nodes[-1], np.concatenate(stretch.ids)
@@ -217,32 +217,32 @@ def _pages_put(
     lost = next((index for index, status in enumerate(outcome.statuses) if status is not ItemStatus.OK), None)
     if lost is not None:
         state.counters.add("backup_failures")
-        # A store that is full may have given up what the first page stands on, and says no more than that it has no room.
+        # A full store may have evicted what the first page depends on, and reports only that it has no space.
         doubted = 0 if outcome.statuses[0] is ItemStatus.NO_ROOM else first + lost
         for node in touched:
             _unbelieve(link, node, doubted, refused=first + lost)
 
 
 def _unbelieve(link: StoreLink, node: Node, page: int, *, refused: int) -> None:
-    """Whatever stands in this node or above it from `page` on is not in the store after all, or nobody knows."""
+    """Records that the pages of this path from `page` on are not in the store, or may not be."""
     for each in node.path():
         link.beliefs.set_pages(each, min(link.beliefs.pages(each), page - each.start))
         run = each.runs[Tier.HOST]
         if link.current and run is not None and each.end > refused:
-            run.unsaved = True  # not to be tried again before its next use: the host may need its room
+            run.unsaved = True  # not tried again before its next use: the host may need the space
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
 def can_be_stored(beliefs: Beliefs, checkpoint: Checkpoint) -> bool:
-    """Whether all of it is on the host, and what it stands on in the store."""
+    """Whether all of it is on the host, and everything it depends on is in the store."""
     node = checkpoint.node
     return node is not None and checkpoint.ready_in(Tier.HOST) is not None and is_stored(beliefs, node, checkpoint.page)
 
 
 def _defer_backups(state: CacheState, link: StoreLink, path: list[Node], *, upto: int) -> None:
-    """Defers the backup of a path's checkpoints that the store lacks, up to boundary `upto`; sends off what may not wait."""
+    """Defers the backup of a path's checkpoints that the store lacks, up to boundary `upto`; sends those that must not wait."""
     for node in path:
         for checkpoint in (node.checkpoints or {}).values():
             residency = checkpoint.ready_in(Tier.HOST) if not link.beliefs.has(checkpoint) and checkpoint.page <= upto else None
@@ -251,7 +251,7 @@ def _defer_backups(state: CacheState, link: StoreLink, path: list[Node], *, upto
 
 
 def _put_due(state: CacheState, link: StoreLink) -> None:
-    """Sends off checkpoints that were deferred for long enough, as long as there is leave to."""
+    """Sends checkpoints that were deferred for long enough, up to the limit."""
     for checkpoint in link.deferred.due(state.clock.now()):
         put_checkpoint(state, link, checkpoint)
         if not link.may_put(state.clock.now()):
@@ -259,7 +259,7 @@ def _put_due(state: CacheState, link: StoreLink) -> None:
 
 
 def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> bool:
-    """Starts storing a checkpoint that was deferred and is to leave the host; true when it is on its way now."""
+    """Starts storing a deferred checkpoint that leaves the host; True if it is in flight now."""
     if residency.users or not link.deferred.leave(residency.checkpoint):
         return False
     put_checkpoint(state, link, residency.checkpoint)
@@ -267,8 +267,8 @@ def _put_deferred(state: CacheState, link: StoreLink, residency: Residency) -> b
 
 
 def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -> None:
-    """Sends off a checkpoint that is on the host and not in the store, if all it stands on is there, or follows it. None that has
-    a time to live.
+    """Sends a checkpoint that is on the host and not in the store, if everything it depends on is stored or will follow. Ignores
+    checkpoints with a time to live.
     """
     residency, node = checkpoint.ready_in(Tier.HOST), checkpoint.node
     if residency is None or node is None or node.expires_at < inf:
@@ -311,7 +311,7 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
 
 
 def _demote_superseded(state: CacheState, link: StoreLink, namespace: Namespace, checkpoint: Checkpoint) -> None:
-    """A checkpoint is in the store now: the one before it is worth little there, if this one serves in its place."""
+    """A checkpoint has been stored: lowers the level of the one before it, if the new one replaces it."""
     if checkpoint.node is None:
         return
     before = previous_checkpoint(checkpoint.node, checkpoint.page)
@@ -322,14 +322,14 @@ def _demote_superseded(state: CacheState, link: StoreLink, namespace: Namespace,
 
 
 def _level_of(state: CacheState, node: Node) -> Level:
-    """What goes down while its priority lasts matters more to the store too."""
+    """Content that is stored while its priority lasts is more valuable to the store too."""
     return Level.VALUABLE if node.urgent_until > state.clock.now() else Level.NORMAL
 
 
 def relevel(
     link: StoreLink, namespace: Namespace, level: Level, *, pages: tuple[PageKey, ...] = (), boundaries: tuple[PageKey, ...] = ()
 ) -> None:
-    """Tells the store what something is worth that it has, unless it is left alone."""
+    """Changes the level of stored content, unless the store is suspended."""
     well = link.serves(namespace) and link.breaker.state is BreakerState.CLOSED
     if well and link.store.traits.levels and (pages or boundaries):
         task = Relevel(pages=pages, boundaries=boundaries, level=level)
@@ -337,14 +337,14 @@ def relevel(
 
 
 def _heard(outcome: Outcome, took_s: float) -> None:
-    """A hint has no outcome that matters."""
+    """Ignores the outcome of a hint."""
 
 
 def checkpoint_task(state: CacheState, node: Node, residency: Residency) -> PutCheckpoint:
-    """What storing a checkpoint of a node takes, of its pages in one tier."""
+    """The task that stores a checkpoint of a node, with its pages in one tier."""
     spec, page = state.spec, residency.checkpoint.page
     span = spec.window_span(page * spec.page_tokens)
-    holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages that windows begin in
+    holders = [at * spec.window_page_tokens // spec.page_tokens for at in span]  # the prefix pages in which windows begin
     first = min(holders, default=page - 1)
     keys = keys_within(node, first, page, state.tree.page_bytes)
     return PutCheckpoint(
@@ -358,7 +358,7 @@ def checkpoint_task(state: CacheState, node: Node, residency: Residency) -> PutC
 
 
 def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint) -> None:
-    """The checkpoint before one that was refused may have been given up in its favour."""
+    """Defers the checkpoint before a refused one again: the store may have evicted it in favour of the refused one."""
     before = previous_checkpoint(refused.node, refused.page) if refused.node is not None else None
     residency = before.ready_in(Tier.HOST) if before is not None and not link.beliefs.has(before) else None
     if residency is not None and link.deferred.is_used:
@@ -366,7 +366,7 @@ def _defer_again_before(state: CacheState, link: StoreLink, refused: Checkpoint)
 
 
 def will_follow(node: Node) -> bool:
-    """Whether a node's pages go down when they leave memory, which has all of them: not those that were refused."""
+    """Whether a node's pages, all of them in memory, are stored when they leave it: not those that were refused."""
     return not any(run.unsaved for run in node.runs if run is not None)
 
 

@@ -1,15 +1,15 @@
-"""Checkpoints whose backup is deferred: they stay on the host for a while first, so that those soon superseded are never stored.
+"""Checkpoints whose backup is deferred: they stay on the host for a while, so that those soon superseded are never stored.
 
-A conversation leaves a checkpoint at every turn, and the next turn makes all but the last useless. So when the time is over:
+A conversation leaves a checkpoint at every turn, and the next turn makes all but the last useless. So when the delay is over:
 
-    nothing follows it, it is a milestone, or requests left the path there    it is stored
-    a later checkpoint of its path is in the store                            it never will be
+    nothing follows it, it is a milestone, or the path branches there         it is stored
+    a later checkpoint of its path is in the store                            it is never stored
     one follows it, but is not in the store yet                               it is deferred again
 
-A path of which nothing was stored for `MOST_DELAYS` is stored at the next chance, so a crash costs no more than that; for one
-delay, where the cache is durable. What is deferred is a small part of the host: beyond it the oldest are stored at once, and so
-are all before the store goes. What leaves the host is deferred no longer; what is deferred is worth more there
-(`policy/value.py`), so that it does not leave for little.
+A path without anything stored for `MOST_DELAYS` is stored at the next chance, so a crash costs no more than that; after one delay
+if the cache is durable. Deferred checkpoints take a small part of the host: beyond it the oldest are stored at once, and so are
+all of them before the store is detached. A checkpoint that leaves the host is no longer deferred; deferred ones are more valuable
+there (`policy/value.py`), so that they are not evicted for little.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Verdict(Enum):
 @dataclass(slots=True)
 class _Deferral:
     began_s: float
-    waiting_since_s: float  # since when nothing of its path was stored: those it superseded may have been deferred before it
+    waiting_since_s: float  # since when nothing of its path was stored: that may include the time of those it superseded
     size_bytes: int
 
 
 class DeferredBackups:
-    """The checkpoints whose backup is deferred, in the order in which they came. One thread."""
+    """The checkpoints whose backup is deferred, in the order of arrival. One thread."""
 
     def __init__(
         self,
@@ -55,10 +55,9 @@ class DeferredBackups:
         on_change: Callable[[Residency], None],
         counters: Counters,
     ) -> None:
-        """`is_superseded` says whether a later checkpoint of its path serves everybody who would resume at one, and
-        `can_be_stored` whether all of it is on the host, and what it stands on in the store; `is_stored`, whether the store is
-        believed to have it. `on_change` is told of those on the host
-        whose backup was deferred, or is so no longer.
+        """`is_superseded` says whether a later checkpoint of its path serves every request that would resume at one, and
+        `can_be_stored` whether all of it is on the host, and everything it depends on in the store; `is_stored` whether the store
+        is believed to have it. `on_change` is called with residencies on the host whose backup was deferred, or is not any more.
         """
         self._delay_s = delay_s  # 0: nothing is ever deferred
         self._most_delays = most_delays
@@ -87,11 +86,11 @@ class DeferredBackups:
 
     @property
     def num_due(self) -> int:
-        """How many wait for nothing but their turn, once nothing is deferred any more."""
+        """How many could be stored now, if nothing is deferred any more."""
         return len(self._deferrals) if self._ended_at_s is not None else 0
 
     def enter(self, residency: Residency, size_bytes: int, now_s: float) -> bool:
-        """Defers the backup of a checkpoint on the host that is not in the store; true if it is to be stored instead, and now."""
+        """Defers the backup of a checkpoint on the host that is not in the store; True if it must be stored now instead."""
         checkpoint = residency.checkpoint
         if checkpoint in self._deferrals or (self._delay_s and self._is_spared(checkpoint)):
             return False
@@ -99,31 +98,31 @@ class DeferredBackups:
         before = previous_checkpoint(checkpoint.node, checkpoint.page)
         superseded = self._deferrals.get(before) if before is not None else None
         since_s = superseded.waiting_since_s if superseded is not None else now_s
-        residency.unsaved = False  # if it was refused, that was before
+        residency.unsaved = False  # an earlier refusal no longer counts
         if not self._delay_s or self._is_overdue(since_s, now_s):
             return True
         self._put(checkpoint, _Deferral(now_s, since_s, size_bytes))
         return False
 
     def leave(self, checkpoint: Checkpoint) -> bool:
-        """Ends a delay early; true for a checkpoint that is to be stored now or never."""
+        """Ends a delay early; True if the checkpoint must be stored now or never."""
         return self._take(checkpoint) is not None and not self._is_spared(checkpoint)
 
     def forget(self, checkpoint: Checkpoint) -> None:
-        """It left the host: there is nothing to be stored of it, nor any room that it takes."""
+        """Drops a checkpoint that left the host: it cannot be stored, and takes no space."""
         self._take(checkpoint)
 
     def end_all(self, now_s: float) -> None:
-        """Nothing is deferred any longer: the store is about to go, or the cache is."""
+        """Ends all delays: the store is about to be detached, or the cache closed."""
         self._ended_at_s = now_s
 
     def rested(self, now_s: float) -> None:
-        """Nobody could send anything off for a while: what is due has had no chance, and its time begins anew."""
+        """Restarts timers after a while in which nothing could be sent: what is due has had no chance."""
         if self._ended_at_s is not None:
             self._ended_at_s = now_s
 
     def give_up(self, now_s: float, age_s: float) -> int:
-        """Takes out what could not be stored for so long after all delays were over; how many they were."""
+        """Drops checkpoints that could not be stored for `age_s` after all delays were over; returns their number."""
         if self._ended_at_s is None or now_s - self._ended_at_s <= age_s:
             return 0
         late = len(self._deferrals)
@@ -135,7 +134,7 @@ class DeferredBackups:
             self._take(checkpoint)
 
     def due(self, now_s: float) -> Iterator[Checkpoint]:
-        """Takes out those whose time is over and that are to be stored, one at a time."""
+        """Removes and returns those whose delay is over and that must be stored, one at a time."""
         while self._deferrals:
             checkpoint, deferral = next(iter(self._deferrals.items()))
             if not self._is_pressed and now_s - deferral.began_s < self._delay_s:
@@ -151,11 +150,11 @@ class DeferredBackups:
                 yield checkpoint
 
     def audit(self) -> None:
-        """Asserts that all that is deferred is on the host, and that its bytes add up."""
+        """Asserts that all deferred checkpoints are on the host, and that their bytes add up."""
         for checkpoint in self._deferrals:
             residency = checkpoint.ready_in(Tier.HOST)
             assert residency is not None and residency.backup_deferred, (
-                f"boundary {checkpoint.page} rests on the host without being there"
+                f"boundary {checkpoint.page} is deferred, but not on the host"
             )
         size_bytes = sum(each.size_bytes for each in self._deferrals.values())
         assert size_bytes == self._size_bytes, f"{size_bytes=} counted {self._size_bytes}"
@@ -180,11 +179,11 @@ class DeferredBackups:
         return _Verdict.STORE if is_overdue and not heirs else _Verdict.DEFER
 
     def _is_spared(self, checkpoint: Checkpoint) -> bool:
-        """Whether the store has a later checkpoint that serves everybody who would resume at this one."""
+        """Whether the store has a later checkpoint that serves every request that would resume at this one."""
         return self._is_superseded(checkpoint) and any(map(self._is_stored, _followers(checkpoint)))
 
     def _forgive_followers(self, checkpoint: Checkpoint, now_s: float) -> None:
-        """Something of their path is stored now."""
+        """Resets the timers of later checkpoints of a path: something of it is stored now."""
         for each in _followers(checkpoint):
             if each in self._deferrals:
                 self._deferrals[each].waiting_since_s = now_s
@@ -209,7 +208,7 @@ class DeferredBackups:
 
 
 def _followers(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
-    """Those after it on its path, on the branch where one was left last."""
+    """The checkpoints after it on its path, on the branch where one was left last."""
     here = checkpoint.follower
     while here is not None:
         yield here

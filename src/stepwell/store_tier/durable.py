@@ -1,14 +1,15 @@
-"""A cache that is durable: what is committed goes down to the store soon, though the host would hold it only when it leaves the
-device (`exclusive`).
+"""A durable cache: committed content is stored soon, though the host would otherwise receive it only when it leaves the device
+(`exclusive`).
 
-    save_on_the_way    what the store lacks of a path is copied to the host, where the store takes it from
-    line_up            a path of which something has no room on the host waits for it
-    save_again         the one that has waited longest is tried again, when the store has taken what was on the host
-    leave_for_good     what leaves the host before its turn is stored now, as far as may be
-    line_up_all        before the cache is closed, what only the device has waits for room on the host, whatever the policy
+    save_on_the_way    copies to the host what the store lacks of a path: the store takes it from there
+    line_up            queues a path that waits for space on the host
+    save_again         retries the path that has waited longest, when the store has taken what was on the host
+    leave_for_good     stores what leaves the host before its turn, as far as possible
+    line_up_all        before the cache is closed, queues all content that only the device has, whatever the policy
 
-What is in the store is not copied again: the host's copy was for the way down, and is the first to go, as long as the device has
-it too. What leaves the host while the store takes nothing more is lined up again if the device has it, and lost if not.
+Stored content is not copied again: the host's copy was only a step towards the store, and is the first to be evicted while the
+device has the content too. Content that leaves the host while the store accepts nothing is queued again if the device has it, and
+lost if not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from stepwell.tree.node import Node, Residency, Run, Victim
 
 
 def save_on_the_way(state: CacheState, link: StoreLink, node: Node) -> None:
-    """Copies to the host what it lacks of a path and the store too. Superseded checkpoints are not worth it."""
+    """Copies to the host what it and the store lack of a path. Superseded checkpoints are not worth it."""
     path = _path_to_store(state, link, node)
     if path:
         save_runs(state, path[-1], beyond=link.beliefs.pages)
@@ -35,7 +36,7 @@ def save_on_the_way(state: CacheState, link: StoreLink, node: Node) -> None:
 
 
 def line_up(state: CacheState, link: StoreLink, node: Node) -> None:
-    """Has a path wait for room on the host, in a line that is kept short."""
+    """Queues a path until the host has space. The queue is kept short."""
     if link.detached or node in link.unplaced:
         return
     if len(link.unplaced) >= link.tuning.backup_queue:
@@ -45,7 +46,7 @@ def line_up(state: CacheState, link: StoreLink, node: Node) -> None:
 
 
 def line_up_all(state: CacheState, link: StoreLink) -> None:
-    """Has every path wait for room on the host of which the device alone has something, the latest used first."""
+    """Queues every path with content that only the device has, the latest used first."""
     ends = [node for node in state.tree.nodes() if node.parent is not None and node.kids is None]
     for node in sorted(ends, key=lambda end: end.used_at, reverse=True):
         if len(link.unplaced) < link.tuning.backup_queue and is_lacking(state, link, node):
@@ -53,8 +54,8 @@ def line_up_all(state: CacheState, link: StoreLink) -> None:
 
 
 def save_again(state: CacheState, link: StoreLink) -> None:
-    """Tries one path again that waits for room on the host, once all that is there has been sent off; and none a second time
-    before the store has taken something since.
+    """Retries one path that waits for space on the host, once everything there has been sent; and none a second time before the
+    store has taken something since.
     """
     now = state.clock.now()
     node, tried = next(iter(link.unplaced.items()))
@@ -66,13 +67,13 @@ def save_again(state: CacheState, link: StoreLink) -> None:
         save_on_the_way(state, link, node)
         if is_lacking(state, link, node):
             link.unplaced[node] = Unplaced(tried.since_s, link.num_taken)
-    elif link.may_put(now) and not (link.waiting or link.ops.num_running or state.copies.num_running):  # no room will come
+    elif link.may_put(now) and not (link.waiting or link.ops.num_running or state.copies.num_running):  # never free
         del link.unplaced[node]
         state.counters.add("backup_dropped_no_room")
 
 
 def leave_for_good(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
-    """Before something leaves the host: starts storing what is not stored. Pages leave when they are."""
+    """Before something leaves the host: starts storing what is not stored. Pages leave once they are stored."""
     node = victim.node if isinstance(victim, Run) else victim.checkpoint.node
     if node is None or not _is_wanted(state, link, victim):
         return Leaving.NOW
@@ -88,14 +89,14 @@ def leave_for_good(state: CacheState, link: StoreLink, victim: Victim) -> Leavin
 
 
 def _leave_run(state: CacheState, run: Run) -> Leaving:
-    """Later, while the store reads its end."""
+    """LATER, while the store reads its end."""
     tail = state.tree.ranking.tails.of(run)
     held = tail is not None and not state.tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages
     return Leaving.LATER if held else Leaving.NOW
 
 
 def _is_wanted(state: CacheState, link: StoreLink, victim: Victim) -> bool:
-    """Whether the store lacks something that is about to leave the host, and that somebody could use."""
+    """Whether the store lacks something useful that is about to leave the host."""
     if isinstance(victim, Residency):
         return victim.ready and not victim.users and not link.beliefs.has(victim.checkpoint)
     tail = state.tree.ranking.tails.of(victim)
@@ -103,7 +104,7 @@ def _is_wanted(state: CacheState, link: StoreLink, victim: Victim) -> bool:
 
 
 def _path_to_store(state: CacheState, link: StoreLink, node: Node) -> list[Node]:
-    """The part of a path that the store may have: nothing of who was cleared, and nothing with a time to live."""
+    """The part of a path that the store may have: nothing of cleared namespaces, and nothing with a time to live."""
     if not state.has_both_tiers or link.namespace_of(state, node) is None:
         return []
     path = node.path()
@@ -111,7 +112,7 @@ def _path_to_store(state: CacheState, link: StoreLink, node: Node) -> list[Node]
 
 
 def is_lacking(state: CacheState, link: StoreLink, node: Node) -> bool:
-    """Whether the device alone has something of a path that is to be stored."""
+    """Whether only the device has something of a path that must be stored."""
     for each in _path_to_store(state, link, node):
         missing = missing_pages(state, each)
         if len(missing) and missing[-1] >= link.beliefs.pages(each):
@@ -122,7 +123,7 @@ def is_lacking(state: CacheState, link: StoreLink, node: Node) -> bool:
 
 
 def _lacking(link: StoreLink, node: Node) -> Iterator[Residency]:
-    """Checkpoints of a node that the device alone has and that are to be stored."""
+    """Checkpoints of a node that only the device has and that must be stored."""
     for checkpoint in (node.checkpoints or {}).values():
         residency = checkpoint.ready_in(Tier.DEVICE)
         if residency is None or checkpoint.held[Tier.HOST] is not None or link.beliefs.has(checkpoint):

@@ -1,8 +1,8 @@
-"""Pages and checkpoints on their way up from a store, into the tree as FILLING pages, so that one fetch serves everybody.
+"""Pages and checkpoints being fetched from a store, in the tree as FILLING pages, so that one fetch serves every request.
 
-send_for   host pages for exactly what is wanted, entered into the tree, an operation for every chunk
-arriving   READY one by one as they verify; what fails leaves the tree, and what stands on it is called off
-let_go     nobody waits any more: what has arrived is the tree's alone, what has not leaves it at once
+send_for   allocates host pages for exactly what is wanted, enters them into the tree, starts an operation for every chunk
+arriving   pages become READY one by one as they verify; those that fail leave the tree, and fetches of dependents are cancelled
+let_go     cancels a fetch without watchers: arrived pages stay in the tree, the others leave it at once
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bytes_of(state: CacheState, plan: FetchPlan) -> int:
 
 
 def on_their_way(state: CacheState, link: StoreLink, match: Match) -> list[Fetch]:
-    """Fetches that bring pages or checkpoints of this path already."""
+    """Fetches in flight that bring pages or checkpoints of this path."""
     if not link.fetches and not link.fetch_of:
         return []
     ids = ids_of(match.path, Tier.HOST, match.known_tokens // state.spec.page_tokens)
@@ -76,7 +76,7 @@ def on_their_way(state: CacheState, link: StoreLink, match: Match) -> list[Fetch
 
 
 def watch(fetch: Fetch, ticket: Ticket) -> None:
-    """Ties a ticket to a fetch: it waits for it, and the fetch goes on for it."""
+    """Connects a ticket to a fetch: the ticket waits for it, and the fetch continues for the ticket."""
     if fetch not in ticket.fetches:
         ticket.fetches.append(fetch)
         shared = fetch.watchers[ticket] = fetch.shared_with(ticket)
@@ -84,12 +84,12 @@ def watch(fetch: Fetch, ticket: Ticket) -> None:
 
 
 def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, plan: FetchPlan) -> Fetch | None:
-    """Takes host pages for exactly what is wanted and sends for them; None, with nothing taken, when there is no room."""
+    """Allocates host pages for exactly what is wanted and fetches it; None, with nothing allocated, if there is no space."""
     size = bytes_of(state, plan)
     largest_bytes = max((fetch.size_bytes for fetch in link.fetches), default=0)
     host_bytes = state.arena(Tier.HOST).layout.size_bytes
     most = link.tuning.fetch_room_bytes(host_bytes, held_bytes=link.held_bytes, largest_bytes=largest_bytes)
-    if link.is_late:  # room is made by storing other things: not in its place
+    if link.is_late:  # space is freed by storing other content: not in its place
         ends = tuple(ticket.keys[page - 1] for page in plan.boundaries)
         last = ticket.keys[plan.upto - 1 : plan.upto] if not ends else ()
         relevel(link, ticket.namespace, Level.NORMAL, pages=last, boundaries=ends)
@@ -105,7 +105,7 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
         state.counters.add("prefetch_no_room")
         return None
     if find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens).known_tokens != match.known_tokens:
-        for kind, ids in pages.items():  # making room cost the path itself; the next plan starts from what is left
+        for kind, ids in pages.items():  # freeing space evicted the path itself; the next plan starts from what remains
             state.tree.release(Tier.HOST, kind, ids)
         return None
     link.fetching.asked(state.clock.now())
@@ -127,9 +127,9 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
 
 
 def let_go(state: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
-    """Nobody waits for a fetch any more, and `why`: what has arrived is the tree's alone, and what has not is called off.
+    """Cancels a fetch that no request waits for, because of `why`: what has arrived belongs to the tree alone.
 
-    That leaves the tree at once, so that nobody takes it for something that will come; operations keep their references.
+    What has not arrived leaves the tree at once, so that no request waits for it; operations keep their references.
     """
     if fetch not in link.fetches:
         return
@@ -149,8 +149,8 @@ def let_go(state: CacheState, link: StoreLink, fetch: Fetch, why: str) -> None:
 
 
 def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, PageIds]:
-    """Host pages for a plan, without evicting what it stands on. What that has on the device only is saved first, unless it will
-    be when it leaves.
+    """Host pages for a plan, without evicting what it depends on. Dependencies that only the device has are saved first, unless
+    they will be when they leave it.
 
     Raises NoRoom.
     """
@@ -173,7 +173,7 @@ def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pa
 
 
 def _enter(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, fetch: Fetch) -> dict[int, Node]:
-    """Puts the pages into the tree, still FILLING; returns the node that each wanted boundary is in."""
+    """Enters the pages into the tree, still FILLING; returns the node of each wanted boundary."""
     ids = np.concatenate([np.full(plan.known, ABSENT, np.int32), fetch.ids])
     use = ticket.request.use(state.clock.now())
     if len(fetch.ids):
@@ -187,7 +187,7 @@ def _enter(state: CacheState, link: StoreLink, ticket: Ticket, plan: FetchPlan, 
 
 
 def _send_for_pages(state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, first: int, upto: int) -> None:
-    """Pages `first` .. `upto`, a chunk to an operation."""
+    """Fetches pages `first` .. `upto`, one chunk for each operation."""
     step = max(link.turn_bytes // state.arena(Tier.HOST).layout.strides[Kind.PREFIX], 1)
     for start in range(first, upto, step):
         end = min(start + step, upto)
@@ -201,13 +201,13 @@ def _send_for_pages(state: CacheState, link: StoreLink, ticket: Ticket, fetch: F
 def _send_for_checkpoint(
     state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, node: Node, page: int, pages: dict[Kind, PageIds]
 ) -> None:
-    """One checkpoint, taking its pages off the front of `pages`."""
+    """Fetches one checkpoint, taking its pages from the front of `pages`."""
     count = len(state.spec.window_span(page * state.spec.page_tokens))
     windows, pages[Kind.WINDOW] = np.split(pages.get(Kind.WINDOW, NO_PAGES), [count])
     points, pages[Kind.POINT] = np.split(pages.get(Kind.POINT, NO_PAGES), [1])
     now = state.clock.now()
     residency = add_residency(state.tree, node, page, Tier.HOST, windows=windows, points=points, ready=False, now=now)
-    assert residency is not None, f"the checkpoint at page {page} was fetched although it is there"
+    assert residency is not None, f"the checkpoint at page {page} was fetched although it exists"
     residency.checkpoint.trigger = residency.checkpoint.trigger or Trigger.STORE
     if not link.is_late:
         link.beliefs.add(residency.checkpoint)
@@ -216,14 +216,14 @@ def _send_for_checkpoint(
     task = FetchCheckpoint(boundary=ticket.keys[page - 1], windows=windows, points=points)
     came = partial(_checkpoint_came, state, link, fetch, residency, task)
     _send(state, link, ticket, fetch, page, task, came, ((Kind.WINDOW, windows), (Kind.POINT, points)))
-    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation hold their own
+    state.tree.release(Tier.HOST, Kind.WINDOW, windows)  # the tree and the operation have references
 
 
 def _send(
     state: CacheState, link: StoreLink, ticket: Ticket, fetch: Fetch, at: int, task: FetchPages | FetchCheckpoint,
     on_outcome: Callable[[Outcome], None], pages: tuple[tuple[Kind, PageIds], ...],
 ) -> None:  # fmt: skip
-    """Starts one operation of a fetch; `at` is the page it is about, or the boundary."""
+    """Starts one operation of a fetch; `at` is its page, or its boundary."""
     numbers: list[JobId] = []
 
     def came(outcome: Outcome, took_s: float) -> None:
@@ -271,7 +271,7 @@ def _pages_came(state: CacheState, link: StoreLink, fetch: Fetch, start: int, ta
 
 
 def _give_up(state: CacheState, link: StoreLink, fetch: Fetch, page: int, ids: PageIds, loss: Loss) -> None:
-    """Takes pages out of the tree that did not come, the first of them `page`, and calls off what stands on them."""
+    """Removes pages that did not arrive from the tree, the first of them `page`, and cancels fetches of their dependents."""
     for run in state.tree.runs_of(Tier.HOST, ids):
         link.beliefs.set_pages(run.node, min(link.beliefs.pages(run.node), page - run.node.start))
     discard_ids(state.tree, Tier.HOST, ids, loss)
@@ -303,7 +303,7 @@ def _checkpoint_came(
 
 
 def _tell_gone(state: CacheState, kind: EventKind, keys: Iterable[PageKey], outcome: Outcome) -> None:
-    """Tells listeners what the store turned out not to have, or not to have whole."""
+    """Reports to listeners what the store turned out not to have, or not intact."""
     if state.tree.feeds:
         state.tree.feeds.store(
             kind, [key for key, status in zip(keys, outcome.statuses, strict=True) if status not in MAY_BE_THERE]
@@ -311,16 +311,16 @@ def _tell_gone(state: CacheState, kind: EventKind, keys: Iterable[PageKey], outc
 
 
 def _measure(state: CacheState, link: StoreLink, fetch: Fetch) -> None:
-    """How long a fetch took whose operations were all answered, waiting in line behind others left out."""
+    """Measures the time of a fetch whose operations were all answered, without waiting in the queue behind others."""
     seconds = max(max(fetch.took_s), sum(fetch.took_s) / link.config.readers)
-    if fetch.moved_bytes or link.fetch_time.is_known:  # one value that is bad does not say that all are slow
+    if fetch.moved_bytes or link.fetch_time.is_known:  # one bad value does not mean that all reads are slow
         link.fetch_time.measure(fetch.moved_bytes or fetch.size_bytes, seconds, state.clock.now())
 
 
 def note_late(state: CacheState, link: StoreLink, fetch: Fetch) -> None:
-    """A fetch is given up that would have taken longer than expected: at least as long as it seems by what has arrived."""
+    """Records an abandoned fetch as slower than expected: at least as long as extrapolated from what has arrived."""
     if next(iter(link.fetches), None) is not fetch or not fetch.jobs:
-        return  # it waited in line behind others
+        return  # it waited in the queue behind others
     now = state.clock.now()
     seconds = (now - fetch.sent_s) * fetch.size_bytes / (fetch.moved_bytes or fetch.size_bytes)
     if seconds > (link.fetch_time.seconds(fetch.size_bytes) or 0.0):
@@ -328,7 +328,7 @@ def note_late(state: CacheState, link: StoreLink, fetch: Fetch) -> None:
 
 
 def _learn(state: CacheState, link: StoreLink, fetch: Fetch, outcome: Outcome) -> None:
-    """Whether what the store says it has is any good."""
+    """Records whether what the store claims to have is usable."""
     now = state.clock.now()
     if ItemStatus.OK in outcome.statuses:
         fetch.moved_bytes += outcome.moved_bytes

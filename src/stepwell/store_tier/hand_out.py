@@ -1,8 +1,8 @@
-"""What a prefill server gives another server of a prompt: pages and the last checkpoint, held on the host while they are read.
+"""What a prefill server offers another server of a prompt: pages and the last checkpoint, held on the host while they are read.
 
-All states of one restore point or nothing: whoever reads them can resume there. A hand-out is a pin (`tiers/lifetime.py`) whose
-pages are all on the host, and the tasks by which they would be stored, so that they get the keys and stamps that a store would
-have. Nothing is copied. It ends like any pin, when it is released or its time has passed.
+All states of one restore point or nothing: the reader can resume there. A hand-out is a pin (`tiers/lifetime.py`) whose pages are
+all on the host, and the tasks that would store them, so that they get the keys and stamps that a store would have. Nothing is
+copied. It ends like any pin, when it is released or expires.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class HandOut:
     """Host pages of one prompt, for another server to read."""
 
     namespace: Namespace
-    tokens: int  # up to which it can be resumed with them
+    tokens: int  # the length of the prompt that can be resumed with them
     pages: PutPages
-    checkpoint: PutCheckpoint | None  # none where the boundary needs none
+    checkpoint: PutCheckpoint | None  # None if the boundary needs none
     pin: Pin
 
     def since(self, tokens: int) -> HandOut:
-        """Without the pages before so many tokens, which whoever reads it has already. The pin holds them as before."""
+        """The hand-out without the pages before this many tokens, which the reader has already. The pin still holds them."""
         first = tokens * len(self.pages.keys) // self.tokens
         assert first * self.tokens == tokens * len(self.pages.keys) and first < len(self.pages.keys), f"{tokens} of {self.tokens}"
         if not first:
@@ -55,7 +55,7 @@ def is_on_host(state: CacheState, match: Match) -> bool:
 
 
 def hand_out(state: CacheState, match: Match, pin: Pin) -> HandOut:
-    """What the pin of a match holds, in a store's terms. The host must have all of it."""
+    """The content held by the pin of a match, as store tasks. The host must have all of it."""
     upto = match.restore_tokens // state.spec.page_tokens
     keys = path_keys(match.namespace.digest, match.path, match.packed, known=upto, upto=upto, page_bytes=state.tree.page_bytes)
     (ids,) = (ids for tier, ids in pin.pages if tier is Tier.HOST)
@@ -63,7 +63,7 @@ def hand_out(state: CacheState, match: Match, pin: Pin) -> HandOut:
     checkpoint = None
     if pin.residency is not None:
         node = pin.residency.checkpoint.node
-        assert node is not None and pin.residency.tier is Tier.HOST, "a checkpoint that was found is in the tree"
+        assert node is not None and pin.residency.tier is Tier.HOST, "the checkpoint of a match is in the tree"
         checkpoint = checkpoint_task(state, node, pin.residency)
     return HandOut(
         namespace=match.namespace,
@@ -75,9 +75,9 @@ def hand_out(state: CacheState, match: Match, pin: Pin) -> HandOut:
 
 
 def listing_of(out: HandOut, worker: StoreWorker, block: memoryview, *, address: int, session: str) -> Listing:
-    """What is handed out, value by value, with the stamps that `worker` makes. Reads all of it: for a thread of its own.
+    """The hand-out value by value, with the stamps that `worker` makes. Reads all of it: use a thread of its own.
 
-    `block` is the host's memory, which begins at `address` for those who read it through `session`.
+    `block` is the host's memory, which begins at `address` for readers that use `session`.
     """
     start = _address(block)
     tasks: list[PutPages | PutCheckpoint] = [out.pages] if out.checkpoint is None else [out.pages, out.checkpoint]

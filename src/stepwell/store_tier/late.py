@@ -1,13 +1,13 @@
-"""Backup that waits until memory needs the room, so that the store repeats little of what memory holds (`exclusive`).
+"""Backup that waits until memory needs the space, so that the store duplicates little of what memory holds (`exclusive`).
 
-    keep_clean    what will leave the host next is stored ahead, so that nobody waits for it
-    leave_host    what leaves the host without that is stored now, as far as may be, unless a full store would give up more for it
-    release       what came up from the store is worth little there, as long as memory has it
+    keep_clean    stores ahead what will leave the host next, so that no request waits for it
+    leave_host    stores other content when it leaves the host, if possible, unless a full store would evict more valuable content
+    release       lowers the level of fetched content in the store, for as long as memory has it
 
-A checkpoint leaves before the pages it stands on, and without it nothing in memory can use the last of them: those that the host
-has are stored with it. All others are owed to the store (`Beliefs.must_store`): they go down when they leave, be it that nothing in
-memory can use them by then, or that they are worth little. So are pages before a run that went down alone. Until then a path is
-partly in memory and partly in the store, and is found whole. What another checkpoint of its path serves for is not stored.
+A checkpoint leaves before the pages it depends on, and without it nothing in memory can use the last of them: those that the
+host has are stored with it. All others must be stored later (`Beliefs.must_store`): when they leave the host, even if nothing
+in memory can use them by then, or if they are worth little. The same holds for pages before a run that was stored alone. Until
+then a path is partly in memory and partly in the store, and a lookup finds all of it. Superseded checkpoints are not stored.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from stepwell.tiers.state import CacheState, Leaving
 from stepwell.tree.keys import keys_within
 from stepwell.tree.node import Node, Residency, Run, Victim, previous_boundary
 
-CLEAN_SHARE = 1 / 64  # of the host, stored ahead: what is used again before it leaves is written, and takes up room, for nothing
-LOOK_AGAIN = 1 / 4  # of that, to be gone before more is looked for
+CLEAN_SHARE = 1 / 64  # of the host, stored ahead: what is used again before it leaves was written in vain and takes up space
+LOOK_AGAIN = 1 / 4  # of that, to be evicted before the next search
 
 
 def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
-    """Before something leaves the host: stores what is in no other place."""
+    """Before something leaves the host: stores what exists nowhere else."""
     link.left_bytes += bytes_of(state, victim)
     node = _wanted(state, link, victim)
     if node is None:
@@ -66,7 +66,7 @@ def keep_clean(state: CacheState, link: StoreLink) -> None:
 
 
 def put_ahead(state: CacheState, link: StoreLink) -> None:
-    """Stores what is in line to leave the host, as long as there is leave to."""
+    """Stores what will leave the host next, up to the limit."""
     for victim in list(link.ahead):
         node = _wanted(state, link, victim)
         if node is None:
@@ -89,7 +89,7 @@ def put_ahead(state: CacheState, link: StoreLink) -> None:
 
 
 def put_everything_of(state: CacheState, link: StoreLink, namespaces: Container[bytes]) -> None:
-    """Before memory is emptied: sends off what the host has of some namespaces, be it more than goes down at a time."""
+    """Before memory is emptied: sends the host's content of some namespaces, even beyond the limit of operations in flight."""
     if not link.breaker.allows(state.clock.now()):
         return
     for node in state.tree.nodes():
@@ -105,8 +105,8 @@ def put_everything_of(state: CacheState, link: StoreLink, namespaces: Container[
 
 
 def _needed_from(victim: Victim) -> int:
-    """From which page on nothing in memory could use the path of a victim once it has left. What is before that stays in use
-    there, and goes down in its turn.
+    """The first page of a victim's path that nothing in memory can use once the victim has left. Pages before it stay in use, and
+    are stored in their turn.
     """
     if isinstance(victim, Run):
         return victim.node.start
@@ -115,24 +115,24 @@ def _needed_from(victim: Victim) -> int:
 
 
 def _is_covered(link: StoreLink, node: Node, victim: Victim) -> bool:
-    """Whether all that a victim stands on is believed to be in the store, or follows it there."""
+    """Whether everything a victim depends on is believed to be in the store, or will follow."""
     upto = victim.checkpoint.page if isinstance(victim, Residency) else node.end
     return is_stored(link.beliefs, node, upto, or_follows=True)
 
 
 def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
-    """The end of the path that has to be stored before a victim may leave the host; None when nothing is lost with it."""
+    """The end of the path that must be stored before a victim may leave the host; None if nothing is lost with it."""
     if isinstance(victim, Residency):
         checkpoint = victim.checkpoint
         if victim.users or not victim.ready or checkpoint.ready_in(Tier.DEVICE) is not None:
             return None
         if checkpoint.node is None or checkpoint.node.expires_at < inf:
-            return None  # what has a time to live stays in memory
+            return None  # content with a time to live stays in memory
         if link.beliefs.is_fresh(checkpoint) or link.is_superseded(checkpoint):
             return None
         return checkpoint.node
     if victim.node.runs[Tier.HOST] is not victim or victim.node.expires_at < inf:
-        return None  # its node was cut meanwhile, or it left: what is there of it now comes in its turn
+        return None  # its node was split meanwhile, or it left: the remaining part comes in its turn
     tail = state.tree.ranking.tails.of(victim)
     if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.must_store(victim.node)):
         return None
@@ -140,7 +140,7 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
 
 
 def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bool:
-    """Whether a victim is worth no less than what a full store would give up for it. What stored things stand on always is."""
+    """Whether a victim is worth at least what a full store would evict for it. What stored content depends on always is."""
     if isinstance(victim, Run) and link.beliefs.must_store(victim.node):
         return True
     ranking = state.tree.ranking
@@ -149,7 +149,7 @@ def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bo
 
 
 def release_path(state: CacheState, link: StoreLink, path: Sequence[Node]) -> None:
-    """A path is used that was stored to leave, and has not left."""
+    """Lowers the level of content of a path in use that was stored before eviction, and is still in memory."""
     pages: list[PageKey] = []
     boundaries: list[PageKey] = []
     for node in path:
@@ -166,5 +166,5 @@ def release_path(state: CacheState, link: StoreLink, path: Sequence[Node]) -> No
 def release(
     link: StoreLink, namespace: Namespace, *, pages: tuple[PageKey, ...] = (), boundaries: tuple[PageKey, ...] = ()
 ) -> None:
-    """Memory has these too."""
+    """Lowers the level of stored content that memory has too."""
     relevel(link, namespace, Level.EXPENDABLE, pages=pages, boundaries=boundaries)

@@ -1,6 +1,6 @@
-"""Operations of one store: who hears what came of them, and whether the store is well. Applied in `apply`, on the cache's thread.
+"""Operations of one store: delivers their outcomes, and judges the store. Applied in `apply`, on the cache's thread.
 
-Pages of a fetch that ended badly are held on for as long as the store may still write into them (`Traits.late_write_s`).
+Pages of a failed fetch are held for as long as the store may still write into them (`Traits.late_write_s`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OnOutcome = Callable[[Outcome, float], None]  # and the seconds it took
 
 
 class Call:
-    """What operations were sent for, so that they can be called off together. `page` is what it is about, where that matters."""
+    """A group of operations that can be cancelled together. `page` is the page they are for, if that matters."""
 
     def __init__(self, page: int = 0) -> None:
         self.page = page
@@ -51,13 +51,13 @@ class Call:
         self._cancels: list[Callable[[], None]] = []
 
     def bind(self, cancel: Callable[[], None]) -> None:
-        """An operation was started for it; `cancel` calls that off, at once if all else was called off before."""
+        """Adds an operation; `cancel` cancels it, at once if the group was cancelled before."""
         self._cancels.append(cancel)
         if self.is_off:
             cancel()
 
     def cancel(self) -> None:
-        """Calls everything off that was started for it. A second time does nothing."""
+        """Cancels every operation of the group. A second call does nothing."""
         if not self.is_off:
             self.is_off = True
             for cancel in self._cancels:
@@ -65,7 +65,7 @@ class Call:
 
 
 class _Held(NamedTuple):
-    """Pages of a transfer that failed, and may still write into them."""
+    """Pages of a failed transfer that may still write into them."""
 
     until_s: float
     pages: tuple[Span, ...]
@@ -80,7 +80,7 @@ class _Sent:
 
 
 class StoreOps(Jobs[StoreOp, Reply]):
-    """Starts operations and hands on their outcomes, each exactly once."""
+    """Starts operations and delivers their outcomes, each exactly once."""
 
     def __init__(
         self, executor: StoreExecutor, tree: Tree, counters: Counters, clock: Clock, wakeup: Wakeup, breaker: Breaker, *,
@@ -96,17 +96,17 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._times = times  # by operation
         self._sent: dict[JobId, _Sent] = {}  # those that were not answered or withdrawn
         self._called_off: dict[JobId, None] = {}  # of those, the ones that may still be withdrawn
-        self._held: deque[_Held] = deque()  # by when they are let go
+        self._held: deque[_Held] = deque()  # by the time of their release
         self._held_bytes = 0
         self._failures: list[str] = []
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of pages that nobody may have yet, because a transfer that failed may still write into them."""
+        """Bytes of pages that cannot be reused yet, because a failed transfer may still write into them."""
         return self._held_bytes
 
     def take_failures(self) -> list[str]:
-        """What went wrong since it was last asked."""
+        """Returns and clears the failures so far."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -120,7 +120,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self, task: Task, namespace: Namespace, on_outcome: OnOutcome, *, call: Call, pages: Pages = (),
         reads: Residency | None = None, counts: bool = True,
     ) -> JobId:  # fmt: skip
-        """Takes a reference to every host page named and sends the task off. How the store does may count for nothing."""
+        """Takes a reference to every host page named and sends the task. `counts`: its outcome affects the store's health."""
         op = StoreOp(job=self.next_id(), namespace=namespace, task=task)
         self._sent[op.job] = sent = _Sent(op=op, on_outcome=on_outcome, call=call, counts=counts)
         if counts:
@@ -131,7 +131,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
         return op.job
 
     def apply(self) -> list[Reply]:
-        """Hands on everything that was answered, gives up on what is overdue, and takes back what was called off."""
+        """Delivers all answers, gives up overdue operations, and withdraws cancelled ones."""
         replies = super().apply()
         for end in self.give_up_overdue(self._timeout_s).values():
             self._counters.add("store_ops_never_began", int(end is End.WITHDRAWN))
@@ -143,17 +143,17 @@ class StoreOps(Jobs[StoreOp, Reply]):
         return replies
 
     def wait(self, job: JobId, timeout_s: float) -> None:
-        """Waits at most so long for one operation, and hands on what came of it. Nothing else is applied."""
+        """Waits at most this long for one operation, and delivers its outcome. Applies nothing else."""
         reply = self._store_executor.answer(job, timeout_s) if self.is_running(job) else None
         if reply is not None:
             self.settle(reply)
 
     def drain(self, timeout_s: float) -> None:
-        """Waits for everything under way: for so long, and no longer than an operation may take."""
+        """Waits for everything in flight: for this time, and no longer than an operation may take."""
         super().drain(min(timeout_s, self._timeout_s))
 
     def close(self) -> None:
-        """Takes back what has not begun, and lets the threads end. What has begun ends when the store lets it."""
+        """Withdraws operations that have not begun, and lets the threads end. Others end when the store answers."""
         for sent in list(self._sent.values()):
             sent.call.cancel()
         self._withdraw_called_off()
@@ -171,7 +171,7 @@ class StoreOps(Jobs[StoreOp, Reply]):
             sent.on_outcome(Outcome(statuses=(ItemStatus.FAILED,) * items, error="no answer"), self._timeout_s)
             return
         del self._sent[sent.op.job]
-        if reply is not None and not isinstance(task, Relevel):  # a hint moves nothing: it would make storing look quick
+        if reply is not None and not isinstance(task, Relevel):  # a hint transfers nothing: it would make storing look fast
             self._times[_operation(task)].add(reply.took_s)
         outcome = reply.outcome if reply is not None else Outcome(statuses=(ItemStatus.CANCELLED,) * items)
         if sent.counts:
@@ -179,8 +179,8 @@ class StoreOps(Jobs[StoreOp, Reply]):
         sent.on_outcome(outcome, reply.took_s if reply is not None else 0.0)
 
     def _hold_on(self, op: StoreOp, reply: Reply) -> None:
-        """Keeps pages that a fetch which ended badly may still write into; none of a store that is done when it answers."""
-        self._sent.pop(op.job, None)  # an answer that came too late
+        """Keeps pages that a failed fetch may still write into; none if the store never writes after its answer."""
+        self._sent.pop(op.job, None)  # a late answer
         late = self._may_be_written(op.task, reply.outcome)
         if late:
             self._tree.retain(late)
@@ -197,18 +197,18 @@ class StoreOps(Jobs[StoreOp, Reply]):
             bad = np.fromiter((status is not ItemStatus.OK for status in outcome.statuses), np.bool_, len(task.ids))
             pages = [(Kind.PREFIX, task.ids[bad])]
         else:
-            pages = []  # a put that ended badly only reads them
+            pages = []  # a failed put only reads them
         return tuple(Span(tier=Tier.HOST, kind=kind, ids=ids) for kind, ids in pages if len(ids))
 
     def _size(self, pages: tuple[Span, ...]) -> int:
         return sum(len(span.ids) * self._host.layout.strides[span.kind] for span in pages)
 
     def _judge(self, task: Task, outcome: Outcome) -> None:
-        """Counts what went wrong by its cause, and lets the breaker know how the store did."""
+        """Counts failures by their cause, and reports the result to the breaker."""
         if outcome.error is None and outcome.statuses.count(ItemStatus.OK) == len(outcome.statuses):
             self._breaker.succeeded()
             return
-        for status in outcome.statuses if not isinstance(task, FindItems) else ():  # that a store lacks something is no failure
+        for status in outcome.statuses if not isinstance(task, FindItems) else ():  # a missing value is no failure
             if status not in (ItemStatus.OK, ItemStatus.CANCELLED):
                 self._counters.add(f"store_{status.name.lower()}")
         if outcome.error is not None or ItemStatus.FAILED in outcome.statuses:
@@ -229,10 +229,10 @@ class StoreOps(Jobs[StoreOp, Reply]):
         self._store_executor.cancel(job)
 
     def _withdraw_called_off(self) -> None:
-        """Withdraws operations that were called off and have not begun, so that a store that hangs holds no pages for them."""
+        """Withdraws cancelled operations that have not begun, so that a store that hangs holds no pages for them."""
         for job in list(self._called_off):
             if job not in self._sent or self.withdraw(job):
-                self._sent.pop(job, None)  # which is there still if it was given up on before
+                self._sent.pop(job, None)  # still there if it was given up before
                 del self._called_off[job]
 
 

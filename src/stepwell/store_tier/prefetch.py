@@ -1,11 +1,11 @@
-"""From the store up to the host, while a request waits in line: ask, decide how deep, fetch, and keep what arrived.
+"""From the store to the host, while a request waits in the queue: query, decide how deep, fetch, and keep what arrived.
 
-    prefetch   asks which pages and checkpoints the store has beyond what is in memory
-    load       what has arrived goes on to the device, while the rest is still being fetched
-    settle     the deepest restore point they give together that is worth its time and fits is sent for (`fetching.py`)
-    close      the request begins, or is gone: what nobody waits for is called off
+    prefetch   queries which pages and checkpoints the store has beyond those in memory
+    load       copies arrived pages to the device, while others are still being fetched
+    settle     fetches the deepest common restore point that is worth its time and fits (`fetching.py`)
+    close      the request begins, or has ended: cancels what no other request waits for
 
-Nothing here waits. What fails is a miss, and the plan is made again without it.
+Nothing here waits. A failure is a miss, and the plan is made again without it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from stepwell.tree.keys import path_keys
 from stepwell.tree.match import Match, find
 from stepwell.tree.node import Loss, LossReason
 
-TICKET_HOLD_S = 120.0  # after which a ticket that nobody used is closed, and its pages are let go: its engine has forgotten it
-TICKET_LOOK_S = TICKET_HOLD_S / 16  # between two looks for such tickets: there may be many
-MOST_TRIES = 6  # at finding a depth that fits into the host tier
-REMEASURE_AFTER_S = 60.0  # a store that was too slow to be worth it gets another chance
+TICKET_HOLD_S = 120.0  # after which an unused ticket is closed, and its pages released: its engine has abandoned it
+TICKET_LOOK_S = TICKET_HOLD_S / 16  # between two searches for such tickets: there may be many
+MOST_TRIES = 6  # to find a depth that fits into the host tier
+REMEASURE_AFTER_S = 60.0  # after which a store that was too slow gets another chance
 TRIAL_BYTES = 64 * 2**20  # fetched to measure it, for no request
 
 
 def prefetch(
     state: CacheState, link: StoreLink | None, match: Match, request: RequestOptions, *, awaited: bool = True
 ) -> Ticket:  # fmt: skip
-    """Opens a ticket for a prompt; asks the store if it could help."""
+    """Opens a ticket for a prompt; queries the store if it could help."""
     if link is None or not _may_help(state, link, match):
         ticket = Ticket(match=match, request=request, clock=state.clock, keys=(), on_exit=partial(close, state, link))
         _finish(state, ticket)
@@ -77,8 +77,8 @@ def prefetch(
 
 
 def settle(state: CacheState, link: StoreLink) -> None:
-    """After the store's answers were applied: lets pages go on to the device, plans for tickets that learned something, closes
-    those that were forgotten.
+    """After the store's answers were applied: copies pages on to the device, plans for tickets with news, closes abandoned
+    ones.
     """
     link.to_plan |= link.to_plan_later
     link.to_plan_later.clear()
@@ -104,7 +104,7 @@ def settle(state: CacheState, link: StoreLink) -> None:
 
 
 def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens: int) -> None:
-    """Ends a ticket; `used_tokens` of its prompt came from the store. What nobody else waits for is called off."""
+    """Ends a ticket; `used_tokens` of its prompt came from the store. Cancels what no other request waits for."""
     state.owner.check("Ticket.close")
     now = state.clock.now()
     waited_s = max(min(ticket.ended_s, now) - ticket.started_s, 0.0)
@@ -112,7 +112,7 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
     ticket.state = TicketState.CLOSED
     ticket.call.cancel()
     if link is None or ticket not in link.tickets:
-        return  # it never asked
+        return  # it never queried the store
     del link.tickets[ticket]
     link.to_plan.pop(ticket, None)
     link.to_plan_later.pop(ticket, None)
@@ -138,7 +138,7 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
     ticket.fetches = []
 
 
-# ---- asking, and what came of it ----------------------------------------------------------------
+# ---- queries and their answers ------------------------------------------------------------------
 
 
 def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
@@ -154,7 +154,7 @@ def _may_help(state: CacheState, link: StoreLink, match: Match) -> bool:
 
 
 def may_run(state: CacheState, match: Match) -> bool:
-    """Whether the device could ever hold a prompt: fetching it would turn out others for nothing."""
+    """Whether the device could ever hold a prompt: otherwise fetching it would evict others for nothing."""
     if not state.has_both_tiers:
         return True
     pages = -(-match.prompt_tokens // state.spec.page_tokens)
@@ -162,7 +162,7 @@ def may_run(state: CacheState, match: Match) -> bool:
 
 
 def boundaries_to_ask(state: CacheState, match: Match, upto: int) -> list[int]:
-    """Where a checkpoint in the store would help, up to page `upto`."""
+    """The boundaries at which a checkpoint in the store would help, up to page `upto`."""
     spec = state.spec
     if not spec.needs_checkpoint:
         return []
@@ -189,9 +189,9 @@ def _asked(state: CacheState, link: StoreLink, ticket: Ticket, boundaries: list[
 
 
 def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
-    """Sends for what is worth it, joins what others have sent for already; a ticket with neither is done."""
+    """Fetches what is worth it, and joins fetches of other requests; a ticket with neither is done."""
     if ticket.state is TicketState.ASKING:
-        return  # what it joined has come, but not the answer to its own question
+        return  # a joined fetch has ended, but its own query is not answered yet
     match = find(state.tree, ticket.namespace, ticket.packed, ticket.limit_tokens)
     for fetch in on_their_way(state, link, match):
         watch(fetch, ticket)
@@ -210,7 +210,7 @@ def _plan(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
 
 
 def _load_ahead(state: CacheState, link: StoreLink, ticket: Ticket) -> None:
-    """So that reading from the store and copying to the device take place at a time, and the request finds most of it there."""
+    """Overlaps reads from the store with copies to the device, so that the request finds most of its pages there."""
     if not state.has_both_tiers:
         return
     layout = state.arena(Tier.DEVICE).layout
@@ -238,7 +238,7 @@ def _fetch_plans(state: CacheState, link: StoreLink, ticket: Ticket, match: Matc
     here = _checkpoints_here(state, match)
     points = points_with_store(state, match, ticket.has_page, ticket.has_checkpoint)
     if not points or (points[0] <= known and (points[0] in here or not spec.needs_checkpoint_at(points[0] * spec.page_tokens))):
-        return []  # nothing beyond what is in memory, or on its way there
+        return []  # nothing beyond what is in memory, or in flight to it
     found = []
     for at, point in _spread(points):
         plan = _plan_to(state, link, known, point, points[at + 1 :], here)
@@ -251,12 +251,12 @@ def _fetch_plans(state: CacheState, link: StoreLink, ticket: Ticket, match: Matc
         state.counters.add("prefetch_not_worth_it")
         _try_again(state, link, match)
     if link.fetching.state is not BreakerState.CLOSED:
-        return found[-1:]  # a trial: what it evicts for nothing, should it fail again, is to be little
+        return found[-1:]  # a trial: if it fails again, it must have evicted little
     return found
 
 
 def points_with_store(state: CacheState, match: Match, has_page: Flags, has_checkpoint: Flags) -> list[int]:
-    """Boundaries (in pages), deepest first, that memory and a store with these pages and checkpoints give together, and memory
+    """Boundaries (in pages), deepest first, that memory and a store with these pages and checkpoints provide together, and memory
     alone does not.
     """
     spec = state.spec
@@ -267,20 +267,20 @@ def points_with_store(state: CacheState, match: Match, has_page: Flags, has_chec
 
 
 def is_expected_to_pay(state: CacheState, link: StoreLink, match: Match, point: int) -> bool:
-    """Whether a fetch up to a boundary would be sent for, by how fast the store and computing were so far."""
+    """Whether a boundary would be fetched, by the measured speeds of the store and of computing."""
     known = match.known_tokens // state.spec.page_tokens
     plan = _plan_to(state, link, known, point, [], _checkpoints_here(state, match))
     return is_worth_it(_fetch_seconds(link, bytes_of(state, plan)), _compute_seconds(state, link, match, point))
 
 
 def _checkpoints_here(state: CacheState, match: Match) -> set[int]:
-    """Boundaries of the known text that have a checkpoint in memory, or on its way there."""
+    """Boundaries of the known text that have a checkpoint in memory, or in flight to it."""
     known = match.known_tokens // state.spec.page_tokens
     return {each.page for node in match.path for each in (node.checkpoints or {}).values() if each.page <= known}
 
 
 def _spread(points: list[int]) -> list[tuple[int, int]]:
-    """A few of the points with their places, the first of them always: candidates in case there is no room for more."""
+    """A few of the points with their indices, always including the first: alternatives if there is no space for more."""
     step = max(-(-len(points) // MOST_TRIES), 1)
     return list(enumerate(points))[::step]
 
@@ -300,19 +300,19 @@ def _plan_to(state: CacheState, link: StoreLink, known: int, point: int, shallow
 
 
 def _fetch_seconds(link: StoreLink, size_bytes: int) -> float | None:
-    """How long fetching so much is expected to take, behind what is on its way; None before the store was measured."""
+    """The expected time to fetch this much, behind what is in flight; None before the store was measured."""
     return link.fetch_time.seconds(size_bytes + sum(fetch.coming_bytes for fetch in link.fetches))
 
 
 def _compute_seconds(state: CacheState, link: StoreLink, match: Match, point: int) -> float | None:
-    """How much sooner a prompt is expected to be computed from a boundary on than from where it resumes now."""
+    """The expected computing time that a boundary saves, compared with the present restore point."""
     whole_s = link.compute.seconds(match.restore_tokens, match.prompt_tokens)
     rest_s = link.compute.seconds(point * state.spec.page_tokens, match.prompt_tokens)
     return None if whole_s is None or rest_s is None else whole_s - rest_s
 
 
 def _try_again(state: CacheState, link: StoreLink, match: Match) -> None:
-    """Fetches a little for no request, where the store's speed is not known or was measured long ago."""
+    """Fetches a little for no request, if the store's speed is not known or was measured long ago."""
     if not link.trials and state.clock.now() > link.fetch_time.measured_s + REMEASURE_AFTER_S:
         trial = prefetch(state, link, match, RequestOptions(), awaited=False)
         if not trial.complete:
@@ -323,7 +323,7 @@ def _try_again(state: CacheState, link: StoreLink, match: Match) -> None:
 
 
 def _set_deadline(state: CacheState, link: StoreLink, ticket: Ticket, match: Match) -> None:
-    """How long the request may wait: for ever, not at all, or as long as computing takes if fetching is expected to be sooner."""
+    """How long the request may wait: forever, not at all, or as long as computing takes if fetching is expected to be faster."""
     if link.config.prefetch is PrefetchPolicy.BEST_EFFORT:
         ticket.deadline_s = ticket.started_s
     elif link.config.prefetch is PrefetchPolicy.TIMEOUT:
@@ -339,11 +339,11 @@ def _set_deadline(state: CacheState, link: StoreLink, ticket: Ticket, match: Mat
 
 
 def _note_wait_in_vain(state: CacheState, link: StoreLink) -> None:
-    """A request waited as long as it may, and got nothing. After three such waits in a row those who still wait for a first page
-    go on, and the store is left alone for a while.
+    """Records that a request waited as long as it may, and got nothing. After three such waits in a row, requests that still wait
+    for a first page go on, and the store is suspended for a while.
     """
     now = state.clock.now()
-    link.fetching.asked(now)  # after a cool-off this wait was the trial, though nothing was sent for
+    link.fetching.asked(now)  # after a cool-off this wait was the trial, though nothing was fetched
     if link.fetching.failed(now):
         state.counters.add("store_fetching_stopped")
         for other in link.tickets:

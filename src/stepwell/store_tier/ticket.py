@@ -1,7 +1,7 @@
-"""What one request has to do with the store before it begins: a ticket, and the fetches it waits for.
+"""The state between one request and the store before the request begins: a ticket, and the fetches it waits for.
 
-They only remember; `prefetch.py` changes them, and engines reach it through the cache. A ticket is closed exactly
-once: by the `acquire` that uses it, or by `close`.
+They only store state; `prefetch.py` changes them, and engines use them through the cache. A ticket is closed exactly once:
+by the `acquire` that uses it, or by `close`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from stepwell.tree.node import Residency
 
 
 class TicketState(Enum):
-    ASKING = "asking"  # what the store has is not known yet
+    ASKING = "asking"  # the query is not answered yet
     FETCHING = "fetching"
     DONE = "done"  # nothing more will come
     CLOSED = "closed"
 
 
 class Fetch:
-    """Pages `start` .. `start + len(ids)` of one path on their way from the store, and the checkpoints among them.
+    """Pages `start` .. `start + len(ids)` of one path in flight from the store, and the checkpoints among them.
 
-    Holds the pages until nobody who wanted them is left.
+    Holds the pages for as long as a ticket wants them.
     """
 
     def __init__(self, namespace: Namespace, start: int, keys: tuple[PageKey, ...], ids: PageIds) -> None:
@@ -45,7 +45,7 @@ class Fetch:
         self.arrived: Flags = np.zeros(len(ids), np.bool_)
         self.residencies: list[Residency] = []
         self.jobs: set[JobId] = set()
-        self.calls: dict[JobId, Call] = {}  # of operations that are out
+        self.calls: dict[JobId, Call] = {}  # of operations in flight
         self.watchers: dict[Ticket, int] = {}  # and up to which page each of them shares its path
         self.size_bytes = 0
         self.sent_s = 0.0
@@ -58,17 +58,17 @@ class Fetch:
 
     @property
     def coming_bytes(self) -> int:
-        """What is still to arrive."""
+        """The bytes that have not arrived yet."""
         return max(self.size_bytes - self.moved_bytes, 0) if self.jobs else 0
 
     def shared_with(self, ticket: Ticket) -> int:
-        """Up to which page a ticket's path is this one."""
+        """The page up to which a ticket's path is the same."""
         theirs = ticket.keys[self.start : self.end]
         return self.start + next((i for i, (a, b) in enumerate(zip(self.keys, theirs, strict=False)) if a != b), len(theirs))
 
 
 class Ticket:
-    """One request's wait for the store. Read it freely; close it through the cache, or let `acquire` do so."""
+    """One request's wait for the store. Read it freely; close it through the cache, or by `acquire`."""
 
     def __init__(
         self,
@@ -85,19 +85,19 @@ class Ticket:
         self.packed = match.packed
         self.limit_tokens = match.limit_tokens
         self.request = request
-        self.awaited = awaited  # by a request; or it is brought up for one that is still to come, and no wait is paid for
+        self.awaited = awaited  # by a request; False for a later request: no waiting time is counted then
         self.state = TicketState.ASKING
         self.started_s = clock.now()
-        self.deadline_s = inf  # not to wait longer than this
+        self.deadline_s = inf  # the request does not wait longer than this
         self.done_s = inf  # when it had nothing more to wait for
         self.keys = keys  # of every page that could be reused
         self.first_asked = 0  # pages before it were known when it started
-        self.has_page: Flags = np.zeros(len(keys), np.bool_)  # what the store said it has
+        self.has_page: Flags = np.zeros(len(keys), np.bool_)  # according to the store
         self.has_checkpoint: Flags = np.zeros(len(keys) + 1, np.bool_)  # by boundary
         self.from_store: Flags = np.zeros(len(keys), np.bool_)  # what has arrived from it since
         self.num_ahead = 0  # pages for which others were evicted from the device before the request began
         self.fetches: list[Fetch] = []
-        self.tries_left = 16  # at finding room that is on its way
+        self.tries_left = 16  # to find space that is being freed
         self.plans_left = 3  # a fetch that failed may be followed by a shorter one
         self.call = Call()
         self._clock = clock
@@ -109,7 +109,7 @@ class Ticket:
 
     @property
     def asked(self) -> bool:
-        """Whether the store was asked at all: not where there is none, or where it could not help."""
+        """Whether the store was queried at all: not if there is none, or if it could not help."""
         return bool(self.keys)
 
     @property
@@ -120,26 +120,26 @@ class Ticket:
 
     @property
     def complete(self) -> bool:
-        """Whether all that can come has come."""
+        """Whether everything that can arrive has arrived."""
         return self.state in (TicketState.DONE, TicketState.CLOSED)
 
     @property
     def ended_s(self) -> float:
-        """When waiting ended, or will as things stand: infinity for when everything has come."""
+        """When waiting ended, or will end as things stand: infinity until everything has arrived."""
         return min(self.done_s, self.deadline_s)
 
     @property
     def given_up(self) -> bool:
-        """Whether waiting ended with something still to come."""
+        """Whether waiting ended before everything arrived."""
         return not self.complete and self.ready
 
     @property
     def ready(self) -> bool:
-        """Whether the request should go on now, with what there is; where there is none, whether all has come."""
+        """Whether the request should go on now, with what has arrived; without a limit, whether everything has arrived."""
         return self.complete or (self.awaited and self._clock.now() >= self.ended_s)
 
     def close(self, *, used_tokens: int = 0) -> None:
-        """Says that nobody waits any more. What has arrived stays cached; a second close does nothing."""
+        """Ends the wait. What has arrived stays cached; a second close does nothing."""
         if self.state is not TicketState.CLOSED:
             self._on_exit(self, used_tokens)
 

@@ -1,12 +1,12 @@
-"""The store tier as the cache sees it: one object over the store that is attached, and those that still have something out.
+"""The store tier as the cache sees it: one object over the attached store, and detached ones with operations in flight.
 
     attach, detach       stores come and go while the cache runs
-    open_prefetch        a request arrives: bring up what the store has of its prompt
-    offer                a path has something new on the host: copy it down in time
-    before_eviction      something is about to leave the host: copy it down now
-    step                 apply what stores have answered, send off what waits
+    open_prefetch        a request arrives: fetch what the store has of its prompt
+    offer                a path has new content on the host: store it in time
+    before_eviction      something is about to leave the host: store it now
+    step                 apply the answers of stores, send what waits
 
-What a link to one store is, is in `link.py`.
+`link.py` has the state of one store.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from stepwell.tree.checkpoints import is_superseded
 from stepwell.tree.match import Match
 from stepwell.tree.node import Node, Residency, Victim
 
-DEFERRED_SHARE = 1 / 16  # of the host tier: checkpoints that rest there before they are stored
-BACKUP_SHARE = 1 / 16  # of the host tier: on its way down at most
-GIVE_BACK_S = 5.0  # that closing a cache waits for a store to forget the host's memory
+DEFERRED_SHARE = 1 / 16  # of the host tier: checkpoints whose backup is deferred
+BACKUP_SHARE = 1 / 16  # of the host tier: limit of the bytes in flight to the store
+GIVE_BACK_S = 5.0  # how long closing a cache waits for a store to unregister the host's memory
 
 
 class StoreTier:
-    """Every link of one cache. One thread."""
+    """All links of one cache. One thread."""
 
     def __init__(self, state: CacheState, host_pages: Sequence[HostPages], *, ranks: int, names_weights: bool) -> None:
         self._state = state
         self._host_pages = host_pages
         self._ranks = ranks
-        self._names_weights = names_weights  # the namespace says whose bytes these are, not only of what shape
-        self.link: StoreLink | None = None  # the one that is attached
+        self._names_weights = names_weights  # the namespace identifies the weights, not only their shape
+        self.link: StoreLink | None = None  # the attached one
         self.links: list[StoreLink] = []
         self.compute = ComputeTime()  # that prompts take
-        self.times = {operation: Durations() for operation in OPERATIONS}  # that stores took, all that were attached
-        self.barred: set[bytes] = set()  # namespaces that were cleared: what any store has of them is not to be used
+        self.times = {operation: Durations() for operation in OPERATIONS}  # that all stores took
+        self.barred: set[bytes] = set()  # cleared namespaces: what any store has of them must not be used
 
     @property
     def link_state(self) -> LinkState:
@@ -78,17 +78,17 @@ class StoreTier:
 
     @property
     def num_busy(self) -> int:
-        """Operations under way, and what waits to be backed up."""
+        """The number of operations in flight, and of waiting backups."""
         return sum(link.num_busy for link in self.links)
 
     @property
     def num_deferred(self) -> int:
-        """Checkpoints on the host that are to be stored later, if nothing supersedes them."""
+        """Checkpoints on the host that will be stored later, if nothing supersedes them."""
         return sum(len(link.deferred) for link in self.links)
 
     @property
     def host_memory(self) -> tuple[memoryview, ...]:
-        """The host tier's memory, of every rank we know it of."""
+        """The host tier's memory, of every known rank."""
         return tuple(pages.block for pages in self._host_pages)
 
     @property
@@ -97,21 +97,21 @@ class StoreTier:
         return self._host_pages
 
     def attach(self, store: Store, config: StoreConfig, executor: StoreExecutor | None, tuning: StoreTuning) -> None:
-        """Puts a store below the host tier. What reaches the host from now on is offered to it, and what is there already; if it
-        is durable, what only the device has too.
+        """Attaches a store below the host tier. It is offered what reaches the host from now on, and what is there already; if it
+        is durable, also what only the device has.
         """
         state = self._state
         self._check(store)
         if executor is None:
             self._check_ranks()
         elif config.key is not None:
-            raise ConfigError("an executor's workers stamp values with a key of their own: give it to them, not to StoreConfig")
+            raise ConfigError("an executor's workers stamp values with their own key: set it there, not in StoreConfig")
         for old in self.links:
             if old.store is store:
                 old.keep_memory()
         register(store, self.host_memory)
         executor = executor or self._make_executor(store, config)
-        for old in self.links:  # the new one will be offered what they still have in line
+        for old in self.links:  # the new one will be offered what they still have queued
             old.current = False
             old.waiting.clear()
             old.unplaced.clear()
@@ -130,7 +130,7 @@ class StoreTier:
             line_up_all(state, self.link)
 
     def detach(self) -> None:
-        """Takes the attached store away. Its operations go on, and what waits or was to be stored late still goes down to it."""
+        """Detaches the store. Its operations continue, and what waits or was deferred is still stored there."""
         if self.link is None:
             raise ConfigError("no store is attached")
         self._end_waiting(self.link)
@@ -141,16 +141,16 @@ class StoreTier:
         if self._state.tree.feeds:
             self._state.tree.feeds.store_left()
 
-    # ---- what the memory tiers and requests ask for -----------------------------------------------
+    # ---- calls of the memory tiers and of requests ------------------------------------------------
 
     def open_prefetch(self, match: Match, request: RequestOptions, *, awaited: bool) -> Ticket:
-        """Starts bringing up what the store has of a prompt; without a store the ticket is ready at once."""
+        """Starts fetching what the store has of a prompt; without a store the ticket is ready at once."""
         return prefetch(self._state, self.link, match, request, awaited=awaited)
 
     @property
     def takes_paths(self) -> bool:
-        """Whether a store is there to take pages, parents before children, when they reach the host. Not where they go there
-        before (`durable`).
+        """Whether a store takes pages, parents before children, when they reach the host. Not if they are stored earlier
+        (`durable`).
         """
         link = self.link
         return link is not None and link.store.traits.writable and not link.is_late and not link.is_durable
@@ -177,7 +177,7 @@ class StoreTier:
         return link.backup_bytes if link is not None and link.is_late and link.is_taking(self._state.clock.now()) else 0
 
     def offer(self, node: Node) -> None:
-        """The path to a node was committed or used, and may have something that is new to the store."""
+        """The path to a node was committed or used, and may have content that the store lacks."""
         if self.link is not None and self.link.store.traits.writable:
             if self.link.is_durable and self._state.config.write.is_exclusive:
                 save_on_the_way(self._state, self.link, node)
@@ -198,7 +198,7 @@ class StoreTier:
             release_path(self._state, self.link, path)
 
     def before_eviction(self, victim: Victim) -> Leaving:
-        """Something is about to leave the host: sends it to the store where it must not be lost."""
+        """Something is about to leave the host: stores it if it must not be lost."""
         if self.link is None or not self.link.store.traits.writable:
             return Leaving.NOW
         if self.link.is_late:
@@ -212,17 +212,17 @@ class StoreTier:
         self.compute.measure(spans, took_s)
 
     def forget_compute_time(self) -> None:
-        """Drops what was measured of computing; a speed that was given stays."""
+        """Drops the measured computing speed; a configured speed stays."""
         self.compute = ComputeTime(None if self.link is None else self.link.config.recompute_tokens_per_s)
         for link in self.links:
             link.compute = self.compute
 
     def bar(self, namespace: bytes) -> None:
-        """What any store has of a namespace, now or later, is not to be used, nor anything of it to be stored."""
+        """Bars a namespace: no store's content of it, now or later, may be used, and none of it may be stored."""
         self.barred.add(namespace)
 
     def step(self) -> tuple[list[Store], list[str]]:
-        """Applies what stores have answered and sends off what waits; returns stores no longer used, and what failed."""
+        """Applies the answers of stores and sends what waits; returns stores no longer used, and failures."""
         for link in self.links:
             link.ops.apply()
             settle(self._state, link)
@@ -238,7 +238,7 @@ class StoreTier:
         for link in ended:
             link.ended = True
             link.ops.close()
-        # Tickets may hold what arrived, and pages of transfers that failed have to be held for a while.
+        # Tickets may hold what arrived, and pages of failed transfers have to be held for a while.
         remaining = [link for link in self.links if not link.ended or link.fetches or link.ops.held_bytes]
         if self.links and not remaining:
             self._listen_no_more()
@@ -246,7 +246,7 @@ class StoreTier:
         return [link.store for link in ended], failures
 
     def before_flush(self, namespaces: Container[bytes]) -> None:
-        """Memory is about to be emptied of some namespaces: sends off what waits of them, and what was deferred."""
+        """Before memory of some namespaces is emptied: sends what waits of them, and what was deferred."""
         if self.link is not None:
             if self.link.is_late:
                 put_everything_of(self._state, self.link, namespaces)
@@ -254,8 +254,8 @@ class StoreTier:
             put_deferred_of(self._state, self.link, namespaces)
 
     def end_deferral(self) -> None:
-        """Before the cache is closed: lets nothing wait any longer before it is stored. What only the device has goes down by way
-        of the host, when that has room for it again.
+        """Before the cache is closed: ends all deferrals. What only the device has is stored through the host, once that has
+        space for it again.
         """
         for each in self.links:
             self._end_waiting(each)
@@ -265,40 +265,40 @@ class StoreTier:
 
     def _end_waiting(self, link: StoreLink) -> None:
         link.deferred.end_all(self._state.clock.now())
-        if link.is_late:  # it is now or never
+        if link.is_late:  # now or never
             link.is_late = False
             link.ahead.clear()
             offer_everything(self._state, link)
 
     @property
     def num_awaited(self) -> int:
-        """Links with something under way that was not given up on, or with paths that may still get room on the host."""
+        """The number of links with operations in flight that still count, or with paths that may still get space on the host."""
         copies, now = self._state.copies, self._state.clock.now()
-        are_copied = copies.num_running == copies.num_awaited  # a copy that hangs may hold the room for ever
+        are_copied = copies.num_running == copies.num_awaited  # a copy that hangs may hold the space forever
         return sum(
             1 for link in self.links
             if link.ops.num_awaited or (link.unplaced and are_copied and link.may_put(now))
         )  # fmt: skip
 
     def drain(self, timeout_s: float) -> None:
-        """Waits until a link has nothing under way, or for so long."""
+        """Waits until no link has operations in flight, or for this time."""
         for link in self.links:
             if link.ops.num_awaited:
                 link.ops.drain(timeout_s)
 
     def close(self) -> None:
-        """Drops what still waits to be backed up, takes back what has not begun, and lets the threads end."""
+        """Drops waiting backups, withdraws operations that have not begun, and lets the threads end."""
         for link in self.links:
             link.waiting.clear()
             link.unplaced.clear()
             if link.ended:
                 continue  # its threads have ended
             link.ops.close()
-            if not link.ops.num_running:  # else it is the store's to wait for, when it is closed
+            if not link.ops.num_running:  # otherwise the store waits for them when it is closed
                 link.has_given_back(self.host_memory, wait_s=GIVE_BACK_S)
 
     def _listen(self) -> None:
-        """Has the tree tell of what it cuts and what leaves it."""
+        """Makes the tree report the nodes that it splits and the content that leaves it."""
         tree = self._state.tree
         tree.on_left.append(self._left)
         tree.on_split.append(self._split)
@@ -329,12 +329,12 @@ class StoreTier:
         if self.link is not None:
             raise ConfigError("a store is attached already; detach it first")
         if Tier.HOST not in self._state.tree.arenas:
-            raise ConfigError("a store stands below host memory: give the cache host_bytes")
+            raise ConfigError("a store is below host memory: set host_bytes of the cache")
         traits = store.traits
         if traits.outlives_process and not self._names_weights:
             raise ConfigError(
-                f"a {traits.name} store outlives this process or is shared: say which weights its values are of, with "
-                "build_cache(model=...), a digest where there is one"
+                f"a {traits.name} store outlives this process or is shared: name the weights that its values belong to, with "
+                "build_cache(model=...), a digest if there is one"
             )
 
     def _check_ranks(self) -> None:
@@ -370,7 +370,7 @@ class StoreTier:
             on_change=partial(state.tree.ranking.queue_residency, again=True),
             counters=state.counters,
         )
-        # A store that takes no levels would repeat what memory has: there is then no reason to wait.
+        # A store without levels would duplicate what memory has: there is no reason to wait then.
         waits = traits.levels and traits.sized
         is_late = state.config.write.is_exclusive and waits and traits.writable and not is_durable
         return StoreLink(
@@ -392,7 +392,7 @@ class StoreTier:
 
 
 def _room_bytes(store: Store) -> int | None:
-    """What a store keeps at most; None where it has no limit, does not know, or cannot be asked now."""
+    """The limit of a store; None if it has no limit, does not know it, or cannot report it now."""
     try:
         size = size_of(store)
     except StoreError:

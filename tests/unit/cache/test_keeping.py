@@ -50,7 +50,7 @@ def test_a_pin_runs_out_by_itself() -> None:
     pin = rig.cache.pins.add(text(1, 17), ttl_s=10.0)
     rig.clock.advance(10.0)
     rig.cache.step()
-    with pytest.raises(LeaseError, match="released already, or ran out"):
+    with pytest.raises(LeaseError, match="released already, or has expired"):
         rig.cache.pins.release(pin)
     rig.idle_check()
 
@@ -285,7 +285,7 @@ def test_a_pin_that_ran_out_is_left_quietly() -> None:
         rig.clock.advance(6.0)
         rig.cache.step()
         assert not pin.held
-    with pytest.raises(LeaseError, match="released already, or ran out"):
+    with pytest.raises(LeaseError, match="released already, or has expired"):
         rig.cache.pins.release(pin)
     rig.idle_check()
 

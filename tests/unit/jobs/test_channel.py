@@ -96,7 +96,7 @@ def test_the_end_of_the_other_is_told_after_all_that_it_said(pair: tuple[Channel
 def test_what_is_no_message_closes_the_channel(body: bytes, ends: tuple[Channel, socket.socket]) -> None:
     ours, theirs = ends
     theirs.sendall(len(body).to_bytes(4, "little") + body)
-    with pytest.raises(ChannelClosed, match="no message"):
+    with pytest.raises(ChannelClosed, match="an invalid message"):
         ours.receive()
     with pytest.raises(ChannelClosed):
         ours.receive()

@@ -225,7 +225,7 @@ class StoreLink:
         return self.ops.num_running + len(self.waiting) + len(self.unplaced) + len(self.ahead) + self.deferred.num_due
 
     def has_given_back(self, memory: Sequence[memoryview], *, wait_s: float = 0.0) -> bool:
-        """Unregisters the host's memory, once no operation is in flight; returns whether it is done. Uses a thread: it is slow."""
+        """Unregisters the host's memory, once no operation is in flight; returns whether it is done. Uses a thread."""
         assert not self.ops.num_running, f"{self.ops.num_running} operation(s) are using the memory"
         if not self.store.traits.registers or self.keeps_memory:
             return True

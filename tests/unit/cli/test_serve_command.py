@@ -240,7 +240,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--page-tokens", "0"), "--page-tokens"),
         (("--draft", "/no/such/draft"), "no draft model"),
         (("--sparse-budget", "512"), "name one with --sparse"),
-        (("--sparse", "dsa", "--sparse-budget", "512"), "the model says itself"),
+        (("--sparse", "dsa", "--sparse-budget", "512"), "the model defines how many tokens are picked"),
         (("--hot-rows", "512"), "name what picks them with --sparse"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave --hot-rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "--write-policy through"),

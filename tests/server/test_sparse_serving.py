@@ -91,4 +91,4 @@ def test_an_answer_over_rows_on_the_host_is_told_step_by_step(served: Running, a
 
 def test_every_name_on_the_dashboard_is_exported(admin: httpx.Client) -> None:
     named = {*re.findall(r"stepwell_sparse_\w+", DASHBOARD.read_text())}
-    assert len(named) == 5 and named == {name for name, *_ in metrics(admin)}
+    assert len(named) == 4 and named == {name for name, *_ in metrics(admin)}

@@ -3,7 +3,7 @@
     tokens    | a | b | c | d d d d d d | e e e |       N tokens of S segments
               |- singles -|---- runs ---------|         requests that decode come first, one token each
 
-Singles are attended to together, over padded page tables; runs one by one. Tensors end in their axes: N tokens, S segments,
+Singles share one attention call, over padded page tables; runs have one each. Tensors end in their axes: N tokens, S segments,
 B singles, P pages, T tokens of context.
 """
 
@@ -30,7 +30,7 @@ from stepwell.engine.passes.rows import PLAIN, RowFormat, Rows
 from stepwell.engine.passes.spilled import Spilled, spilled_in
 from stepwell.jobs.executors import Arriving
 
-PADDING_PAGES = 64  # that nobody minds
+PADDING_PAGES = 64  # padding up to this is not worth a second kernel launch
 
 Indices = npt.NDArray[np.int64]
 
@@ -43,7 +43,7 @@ class Batch:
         dtype: torch.dtype = torch.float32, first_seen: int = 0, open_groups: OpenGroups | None = None,
         arriving: Sequence[Arriving] = (), send: Send = copy,
     ) -> None:  # fmt: skip
-        """`dtype` is what the model computes in; masks are added to its scores. No token looks at those before `first_seen`.
+        """`dtype` is what the model computes in; masks are added to its scores. No token attends to those before `first_seen`.
         `arriving` are loads that bring some of the pages; each layer waits for its own bytes. `send` is `Kernels.send`.
         """
         self._dtype = dtype
@@ -64,14 +64,14 @@ class Batch:
         positions = _joined((each.position for each in singles), (np.arange(each.position, each.end) for each in runs))
         stops = zip(segments, self.starts[1:], strict=True)
         last = [row for segment, stop in stops for row in range(stop - segment.num_logits, stop)]
-        rows = np.fromiter(range(self.starts[-1]) if every_token else last, np.int64)  # whose logits are asked for
+        rows = np.fromiter(range(self.starts[-1]) if every_token else last, np.int64)  # whose logits are requested
         points = [segment.point_page for segment in segments if segment.point_page is not None]
         fresh = [segment.position == 0 for segment in segments if segment.point_page is not None]
         made = self.numbers(tokens, positions, rows, np.array(points, np.int64), np.array(fresh, np.int64))
         self.tokens_N, self.positions_N, self.wanted = made[:3]
         self.wants_all = len(rows) == self.starts[-1]
         self.points_S = made[3]  # the page of each segment's point state, for models that have one
-        self.fresh_S = made[4].bool()  # which segments start at token 0, and so with an empty state
+        self.fresh_S = made[4].bool()  # which segments start at token 0, with an empty state
         self._paging: dict[int | None, Paging] = {}
 
     @property
@@ -83,26 +83,26 @@ class Batch:
         return self._dtype
 
     def copy_points(self) -> None:
-        """Behind the pass, and before the next changes them: copies point pages to those that the tree is to have."""
+        """After the pass, and before the next one changes them: copies point pages to those reserved for the tree."""
         for segment in self.segments:
             if segment.point_copy is not None:
                 assert segment.point_page is not None, f"a copy of no point page: {segment}"
                 self.pages.copy_point(segment.point_page, segment.point_copy)
 
     def paging(self, window: int | None) -> Paging:
-        """Prefix pages when `window` is None, else window pages for layers that look at so many tokens, themselves included."""
+        """Prefix pages if `window` is None, else window pages for layers that attend to the last `window` tokens."""
         if window not in self._paging:
             self._paging[window] = self._page(window)
         return self._paging[window]
 
     def groups(self, ratio: int, paging: Paging) -> Groups:
-        """Groups of one ratio. `paging` is that of the windows that the same layers look at."""
+        """Groups of one ratio. `paging` is that of the windows in which the same layers attend."""
         return Groups.of(self.segments, self.starts, paging, ratio=ratio, page_tokens=self.spec.page_tokens)
 
     def paging_of(self, state: str) -> Paging:
-        """Prefix pages for a state: ROWS pages for one whose rows may spill, if all that the pass reads of it are on the device.
+        """Prefix pages for a state: ROWS pages for one whose rows may spill, if all rows that the pass reads are on the device.
 
-        Otherwise only what is written is named by ROWS pages, and what is read is looked up.
+        Otherwise ROWS pages name only what is written, and what is read is looked up.
         """
         spilling = self.pages.spilling
         return self.paging(None) if spilling is None or state != spilling.state else self.rows_paging
@@ -122,26 +122,26 @@ class Batch:
         )  # fmt: skip
 
     def rows_of(self, state: str) -> Callable[[PageIds], PageIds]:
-        """Which pages have the rows of a state, of prefix pages that the pass writes to."""
+        """The pages that hold the rows of a state, for prefix pages that the pass writes to."""
         spilling = self.pages.spilling
         return (lambda pages: pages) if spilling is None or state != spilling.state else spilling.rows_of
 
     def rows(self, state: str, layer: int, kept: RowFormat = PLAIN) -> Rows:
-        """One layer of a state, to read and write in what the model computes in."""
+        """One layer of a state, read and written in the model's data type."""
         return self.pages.rows(state, layer, kept, self._dtype, spilled=self.spilled is not None)
 
     @cached_property
     def spilled(self) -> Spilled | None:
-        """How it comes to rows that are on the host alone; None where it looks at none."""
+        """How it reads rows that are on the host alone; None if it reads none."""
         spilling = self.pages.spilling
         return None if spilling is None else spilled_in(spilling, self.segments, lambda: self.paging(None))
 
     def prepare(self) -> None:
-        """Makes its memory ready: all that may be read holds numbers, and open groups of segments that resume are in their slots.
-        The device is told where rows are that may be on the host alone.
+        """Prepares memory: all rows that may be read hold numbers, and open groups of segments that resume are in their slots.
+        Sends the device the places of rows that may be on the host alone.
 
-        Attention reads whole pages, and masks what is not written: pages this pass begins and does not fill are cleared. Where
-        groups are longer than a page all that it begins are, for most of them never get an entry.
+        Attention reads whole pages, and masks what is not written: pages that this pass begins and does not fill are cleared. If
+        groups are longer than a page, all pages that it begins are, for most of them never get an entry.
         """
         spec, each_page = self.spec, _longest_group(self.spec) > self.spec.page_tokens
         if spec.parts(Kind.PREFIX):
@@ -155,13 +155,13 @@ class Batch:
             self.pages.clear(Kind.WINDOW, windows, self.send)
         if self.open_groups is not None:
             for part in spec.parts(Kind.POINT) if self.open_groups.needed else ():
-                self.pages.wait_for_state(part.state)  # these are read and written beside the pages of this pass
+                self.pages.wait_for_state(part.state)  # these are read and written in addition to the pages of this pass
             for segment, slot, page in self._with_open_groups():
                 if segment.resumes:
                     self.open_groups.restore(slot, page=page, boundary=segment.position)
 
     def finish(self) -> None:
-        """After the pass: segments that end at a boundary leave their open groups in their point pages, for a checkpoint."""
+        """After the pass: copies the open groups of segments that end at a boundary to their point pages, for a checkpoint."""
         if self.open_groups is not None:
             for segment, slot, page in self._with_open_groups():
                 if self.spec.is_legal(segment.end):
@@ -170,7 +170,7 @@ class Batch:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _with_open_groups(self) -> list[tuple[RequestRows, int, int]]:
-        """Segments that may have some, with their slots and their point pages."""
+        """Segments that may have open groups, with their slots and their point pages."""
         return [(s, s.slot, s.point_page) for s in self.segments if s.slot is not None and s.point_page is not None]
 
     def _page(self, window: int | None) -> Paging:
@@ -205,8 +205,8 @@ class Batch:
         return _joined(pages, (page for page, _ in slots)), _joined(rows, (row for _, row in slots))
 
     def _together(self, spans: Sequence[tuple[int, PageIds]]) -> Callable[[], Iterator[range]]:
-        """For a paging, which keeps it. It must not refer to the batch: a ring of both would keep masks and tables of every pass
-        until Python next looks for rings, and under load that takes minutes.
+        """Belongs to a paging. It must not hold the batch: a reference cycle would keep all masks and tables alive until
+        the garbage collector runs, which takes minutes under load.
         """
         return partial(_together, self.segments[: self.num_singles], spans, self.spec)
 
@@ -219,7 +219,7 @@ class Batch:
 
 
 def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, PageIds]:
-    """The first token of the pages a segment looks at, and those pages."""
+    """The first token of the pages that a segment attends to, and those pages."""
     stop = -(-segment.end // size)
     if window is None:
         return 0, segment.prefix_pages[:stop]
@@ -229,20 +229,20 @@ def _span(segment: RequestRows, window: int | None, size: int) -> tuple[int, Pag
 
 
 def _together(singles: Sequence[RequestRows], spans: Sequence[tuple[int, PageIds]], spec: ModelSpec) -> Iterator[range]:
-    """Singles that are looked at together. Layers that look at a window and at groups need both cut alike: as groups are."""
+    """Singles that share an attention call. Layers with a window and groups need both divided alike: as groups are."""
     if _longest_group(spec) > 1:
         spans = [_span(segment, None, spec.page_tokens) for segment in singles]
     return _alike(spans[: len(singles)], [segment.position >= segment.picks_from for segment in singles])
 
 
 def _longest_group(spec: ModelSpec) -> int:
-    """The most tokens that one row of a prefix page is for."""
+    """The most tokens that one row of a prefix page stands for."""
     return max((s.shape.ratio for s in spec.states if isinstance(s.shape, Prefix)), default=1)
 
 
 def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Iterator[range]:
-    """Neighbours whose lengths do not differ by much: padding them to one costs at most as much again, or a few pages. Those for
-    which a selector picks are not together with those that look at everything.
+    """Neighbours of similar length: padding them to one length costs at most as much again, or a few pages. Those for which a
+    selector picks are separate from those that attend to everything.
     """
     if not spans:
         return
@@ -257,7 +257,7 @@ def _alike(spans: Sequence[tuple[int, PageIds]], picks: Sequence[bool]) -> Itera
 
 
 def _begun(pages: PageIds, segment: RequestRows, size: int, first: int, each: bool) -> list[int]:
-    """The pages that a segment begins and does not fill, or `each` one it begins. `pages` are those from index `first` on."""
+    """The pages that a segment begins and does not fill; with `each` all that it begins. `pages` begin at index `first`."""
     if len(segment.tokens) == 1 and segment.position % size:
         return []  # most steps of most requests
     begun = range(-(-segment.position // size), -(-segment.end // size))

@@ -1,13 +1,13 @@
-"""Groups of tokens that compressed layers make one entry of: which of them a pass closes, and which entries its tokens see.
+"""Groups of tokens that compressed layers turn into one entry: which of them a pass closes, and which entries its tokens see.
 
     tokens      | 0 1 2 3 | 4 5 6 7 | 8 9            ratio 4, a pass over tokens [6, 10)
-    groups           0         1        2            1 closes: 6 and 7 are new, 4 and 5 were left open by passes before
+    groups           0         1        2            1 closes: 6 and 7 are new, 4 and 5 were left open by earlier passes
     entries          e         e                     8 and 9 are left open now
     seen by          every token of the pass  ->  entry 0;   tokens 7 and later  ->  entry 1
 
-An entry lies in the prefix page that completes its group. Made once for a pass and a ratio; only says where things are, and
+An entry lies in the prefix page that completes its group. Made once for a pass and a ratio; only computes places, and
 moves nothing. Axes: N tokens of a batch, G groups that close, R tokens of a group, Z segments with a group that closes,
-S segments that are looked at together, T tokens of each, W entries, P pages.
+S segments in one attention call, T tokens of each, W entries, P pages.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seen:
-    """Entries that tokens `[start, stop)` of the batch look at: those of several singles, or of one run."""
+    """Entries that tokens `[start, stop)` of the batch attend to: those of several singles, or of one run."""
 
     start: int
     stop: int
     table_SP: torch.Tensor  # pages with entries, in their order; padded with pages of their own
     rows: int  # entries of a page
-    count_ST: torch.Tensor  # how many entries a token sees: the first ones
+    count_ST: torch.Tensor  # the number of entries that a token sees: the first ones
 
     @property
     def entries(self) -> int:
         return self.table_SP.shape[1] * self.rows
 
     def hidden_STW(self, tokens: slice) -> torch.Tensor:
-        """Which entries some tokens of each segment may not see."""
+        """Mask of the entries that some tokens of each segment may not see."""
         return torch.arange(self.entries, device=self.count_ST.device) >= self.count_ST[:, tokens, None]
 
     def place(self, entry_STK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenRows:
-    """Some tokens of open groups: a row of a slot each, and the row of something else that it is for."""
+    """Some tokens of open groups: a row of a slot each, and the row that it belongs to."""
 
     slot: torch.Tensor
     row: torch.Tensor
@@ -66,11 +66,11 @@ class Groups:
     ratio: int
     position_G: torch.Tensor  # of a group's first token
     token_GR: torch.Tensor  # rows of the batch; any, where the token is older
-    older: OpenRows  # of a group, the rows it gets from before
-    left: OpenRows  # of a token of the batch, where it waits for its group to close
+    older: OpenRows  # of a group, the rows from earlier passes
+    left: OpenRows  # of a token of the batch, its place until its group closes
     page_G: torch.Tensor
     row_G: torch.Tensor
-    before_G: torch.Tensor  # the group before each: one of G, or G + z where segment z brings it from a pass before
+    before_G: torch.Tensor  # the group before each: one of G, or G + z if segment z has it from an earlier pass
     last_Z: torch.Tensor  # the last group of each segment that closes one
     point_Z: torch.Tensor  # its point page
     first_Z: torch.Tensor  # whether it starts with group 0, which has none before it
@@ -84,7 +84,7 @@ class Groups:
     def of(
         cls, segments: Sequence[RequestRows], starts: Sequence[int], paging: Paging, *, ratio: int, page_tokens: int
     ) -> Groups:
-        """`paging` is that of the windows that the same layers look at, `page_tokens` those of a prefix page."""
+        """`paging` is that of the windows in which the same layers attend, `page_tokens` the tokens of a prefix page."""
         made = _Maker(segments, paging.sight, ratio, page_tokens)
         for segment, start in zip(segments, starts, strict=False):
             made.add(segment, start)
@@ -101,7 +101,7 @@ class _Maker:
         self._given, self._sight = segments, sight
         self._ratio = ratio
         self._rows = max(page_tokens // ratio, 1)  # entries of a page that has any
-        self._step = max(ratio // page_tokens, 1)  # of so many pages one has entries
+        self._step = max(ratio // page_tokens, 1)  # one page of this many has entries
         self._closed = [np.empty((0, 3), np.int64)]  # position of the group, page and row of its entry
         self._tokens = [np.empty((0, ratio), np.int64)]
         self._older = [np.empty((0, 3), np.int64)]  # slot, row, group

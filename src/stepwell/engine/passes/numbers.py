@@ -1,4 +1,4 @@
-"""Numbers that a pass brings to the device: token ids, page tables, positions. The host waits for none of them.
+"""Numbers that a pass sends to the device: token ids, page tables, positions. The host waits for none of them.
 
 The driver sends a small copy among a stream's own commands. A larger one goes through a copy engine, where it waits until all
 pages of a concurrent load have been copied. So a model that has a kernel for it (`Kernels.send`) passes that as `send`, and the

@@ -1,13 +1,13 @@
-"""Tokens of unfinished groups, between passes: the engine's own memory, beside the arena's pages.
+"""Tokens of unfinished groups, between passes: the engine's own memory, outside the arena's pages.
 
     tokens     | . . . . | . . . . | o o                ratio 4: two tokens wait until their group is complete
     slot       [ layer ][ token of the group ][ element ]    one for each request that runs
 
-A checkpoint holds these rows as they were at its boundary, in the request's point page. Where the period divides every boundary
-there are none, and pages have no room for any. Knows no leases: whoever takes a slot gives it back.
+A checkpoint holds these rows as they were at its boundary, in the request's point page. If the period divides every boundary,
+there are none, and pages have no space for them. Does not know leases: the caller takes and releases slots.
 
-Slots are not part of the device tier's budget, and there are never fewer than there once were: as many as requests ran at once,
-rounded up to a power of two. One of DeepSeek-V4-Flash takes 5.4 MiB in bf16, one of V4-Pro 8.3 MiB.
+Slots are not part of the device tier's budget, and their number never shrinks: the maximum of concurrent requests, rounded up to
+a power of two. One of DeepSeek-V4-Flash takes 5.4 MiB in bf16, one of V4-Pro 8.3 MiB.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OpenGroups:
 
     @property
     def num_slots(self) -> int:
-        """How many there are. When there are more, all of them lie elsewhere."""
+        """The number of slots. When it grows, all of them move to other memory."""
         return self._num_slots
 
     @property
@@ -58,7 +58,7 @@ class OpenGroups:
         return self._num_slots - len(self._free)
 
     def take(self) -> int:
-        """A slot, whose rows nobody has written. There is always one: memory grows with the requests that run at once."""
+        """A slot, with undefined rows. There is always one: memory grows with the number of concurrent requests."""
         if not self._free:
             more = max(self._num_slots, FEWEST_SLOTS)
             self._rows = {name: torch.cat([rows, rows.new_empty(more, *rows.shape[1:])]) for name, rows in self._rows.items()}
@@ -75,12 +75,12 @@ class OpenGroups:
         return self._rows[state][:, layer]
 
     def restore(self, slot: int, *, page: int, boundary: int) -> None:
-        """What a point page holds of a boundary goes into a slot."""
+        """Copies what a point page holds of a boundary to a slot."""
         for open_LRE, page_LRE in self._both(slot, page, boundary):
             open_LRE.copy_(page_LRE)
 
     def keep(self, slot: int, *, page: int, boundary: int) -> None:
-        """What is open in a slot at a boundary goes into a point page."""
+        """Copies what is open in a slot at a boundary to a point page."""
         for open_LRE, page_LRE in self._both(slot, page, boundary):
             page_LRE.copy_(open_LRE)
 

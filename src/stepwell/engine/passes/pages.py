@@ -1,6 +1,6 @@
 """The device tier as a model sees it: each state a tensor `[page, layer, row, element]` over the arena's bytes, without a copy.
 
-Knows no requests: which pages are whose is said by a `Batch`.
+Does not know requests: a `Batch` assigns pages to requests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from stepwell.jobs.executors import Arriving
 class DevicePages:
     """All states of a model in one tier's memory. `rows` holds, for each kind, all of its pages as `[page, byte]`.
 
-    Where two models share pages, `inside` is what the pages hold in all, and `names` says what a state of this one is called
-    there when it is called otherwise. A state whose rows may be on the host alone is that of ROWS pages here; `spilling` says
-    where the rows of prefix pages are, for models that read or write them.
+    If two models share pages, `inside` is the full content of the pages, and `names` maps states of this model to their names
+    there, if these differ. A state whose rows may be on the host alone is that of ROWS pages here; `spilling` finds the rows of
+    prefix pages, for models that read or write them.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class DevicePages:
         found = {name: parts[there] for name, there in called.items() if there in parts}  # some have rows at no boundary
         self._states = {name: typed_PLRE(rows[kind], part, spec.state(name).dtype) for name, (kind, part) in found.items()}
         self._bytes = {name: part_PLRE(rows[kind], part, torch.uint8) for name, (kind, part) in found.items()}
-        # What is cleared: whole pages, or what this model has in them.
+        # What is cleared: whole pages, or the part of this model.
         self._cleared = {kind: [rows[kind]] for kind in rows}
         if inside is not None or spec.spill is not None:
             self._cleared = {kind: [self._bytes[name] for name, (of, _) in found.items() if of is kind] for kind in rows}
 
     def while_arriving(self, arriving: Sequence[Arriving]) -> DevicePages:
-        """The same for one pass over pages of which some are on their way. Whoever asks for a layer, or for a whole state, makes
-        what is queued on the device from then on wait for it.
+        """Like this object, for one pass over pages that are partly being loaded. A request for a layer, or for a whole state,
+        makes what is queued on the device from then on wait for it.
         """
         made = shallow.copy(self)
         made._arriving = tuple(arriving)
         return made
 
     def wait_for(self, name: str, layer: int) -> None:
-        """What is queued on the device from now on finds all bytes of this layer there."""
+        """Work queued on the device from now on runs after all bytes of this layer have arrived."""
         for each in self._arriving:
             each.wait(self._called[name], layer)
 
     def wait_for_state(self, name: str) -> None:
-        """The same for all layers of a state."""
+        """Like `wait_for`, for all layers of a state."""
         for layer in range(self._states[name].shape[1] if self._arriving else 0):
             self.wait_for(name, layer)
 
@@ -86,7 +86,7 @@ class DevicePages:
         return Rows(self.layer_PRE(name, layer), kept, dtype, places)
 
     def clear(self, kind: Kind, ids: list[int], send: Send = copy) -> None:
-        """Zeros these pages, so that rows nobody has written yet hold numbers, whatever the bytes were before."""
+        """Zeros these pages, so that rows not written yet hold numbers, whatever the bytes were before."""
         if ids:
             for pages in self._cleared[kind]:
                 pages[on_device(np.array(ids, np.int64), pages.device, send)] = 0
@@ -94,6 +94,6 @@ class DevicePages:
                 self.clear(Kind.ROWS, self.spilling.rows_of(np.array(ids, np.int32)).tolist(), send)
 
     def copy_point(self, source: int, target: int) -> None:
-        """Copies a point page, behind what is queued on the device."""
+        """Copies a point page, after what is queued on the device."""
         assert self._points_PB is not None, "this model has no point state"
         self._points_PB[target].copy_(self._points_PB[source])

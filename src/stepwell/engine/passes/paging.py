@@ -1,10 +1,10 @@
-"""Which pages the segments of a pass look at: page ids and lengths for kernels that read pages, padded tables and masks for plain
-torch.
+"""Which pages the segments of a pass attend to: page ids and lengths for kernels that read pages, padded tables and masks for
+plain torch.
 
-    pages     | . . . . | . . . . | . . x x |       one segment: pages of 4 tokens, the first of which begins with token `first`
-    tokens                  ^ position  ^ end       it looks at what is before each of its own tokens, or at a window of that
+    pages     | . . . . | . . . . | . . x x |       one segment: pages of 4 tokens; the first page begins with token `first`
+    tokens                  ^ position  ^ end       each token attends to those before it, or to a window of them
 
-Only says where things are. Tensors end in their axes: N tokens, B singles, P pages, T tokens of context.
+Only computes places. Tensors end in their axes: N tokens, B singles, P pages, T tokens of context.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from stepwell.engine.passes.numbers import Send, copy, on_device
 class RequestRows(NamedTuple):
     """One request's part of a pass: tokens `[position, position + len(tokens))`, and the pages of its lease.
 
-    A tuple, for every step makes one for each request; given by name.
+    A tuple, because every step creates one for each request; created by keyword.
     """
 
     tokens: Sequence[int] | npt.NDArray[np.int32]
@@ -35,12 +35,12 @@ class RequestRows(NamedTuple):
     window_pages: PageIds = NO_PAGES
     first_window: int = 0
     point_page: int | None = None
-    point_copy: int | None = None  # the page that gets a copy of that one behind the pass
+    point_copy: int | None = None  # the page that gets a copy of that one after the pass
     slot: int | None = None  # where its open groups are, for models that leave some
-    resumes: bool = False  # the first of its lease: its point page holds what was left at `position`
-    num_logits: int = 1  # of so many of its last tokens logits are wanted
-    hot_numbers: PageIds = NO_PAGES  # of its hot pages, where rows of it are on the host alone
-    picks_from: int = 0  # where a selector picks: tokens before look at everything. Models without a selector do not ask
+    resumes: bool = False  # the first pass of its lease: its point page holds the open groups at `position`
+    num_logits: int = 1  # the number of its last tokens whose logits are wanted
+    hot_numbers: PageIds = NO_PAGES  # of its hot pages, if rows of it are on the host alone
+    picks_from: int = 0  # from here a selector picks: earlier tokens attend to everything. Unused without a selector
 
     @property
     def end(self) -> int:
@@ -49,14 +49,14 @@ class RequestRows(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Look:
-    """One segment: rows `[start, stop)` of the batch, its first token's position, and the pages it looks at."""
+    """One segment: rows `[start, stop)` of the batch, its first token's position, and the pages it attends to."""
 
     start: int
     stop: int
     position: int
-    first: int  # the token that its first page begins with
+    first: int  # the token at which its first page begins
     pages: PageIds
-    picks_from: int = 0  # where a selector picks: tokens before look at everything
+    picks_from: int = 0  # from here a selector picks: earlier tokens attend to everything
 
     @property
     def end(self) -> int:
@@ -65,17 +65,17 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sight:
-    """What all segments of a pass have in common: how many tokens each looks at (None for all), and from which token on."""
+    """The attention scope of a pass: how many tokens each attends to (None for all), and the first token that is visible."""
 
     page_tokens: int
     window: int | None
     first_seen: int
     device: str | torch.device
     dtype: torch.dtype  # of masks
-    send: Send = copy  # how larger numbers go to the device
+    send: Send = copy  # how larger numbers are sent to the device
 
     def mask(self, here: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Added to scores: 0 where a token may look, -inf elsewhere."""
+        """Added to scores: 0 where a token may attend, -inf elsewhere."""
         unseen = context > here
         if self.first_seen:
             unseen |= context < self.first_seen
@@ -86,40 +86,40 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Singles:
-    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each looks at."""
+    """One token each of several requests: rows `[start, stop)` of the batch, and the pages each attends to."""
 
     start: int
     stop: int
     table_BP: torch.Tensor  # padded with pages of their own
     position_B: torch.Tensor
-    first_B: torch.Tensor  # the token that each one's first page begins with
+    first_B: torch.Tensor  # the token at which the first page of each begins
     sight: Sight
-    picks: bool = True  # whether a selector picks for them; otherwise they look at everything
+    picks: bool = True  # whether a selector picks for them; otherwise they attend to everything
 
     @cached_property
     def mask_BT(self) -> torch.Tensor:
         return self.fresh_mask()
 
     def fresh_mask(self) -> torch.Tensor:
-        """The mask of the positions there are now."""
+        """The mask of the present positions."""
         tokens = torch.arange(self.table_BP.shape[1] * self.sight.page_tokens, device=self.table_BP.device)
         return self.sight.mask(self.position_B[:, None], self.first_B[:, None] + tokens)
 
     @property
     def made_mask(self) -> torch.Tensor | None:
-        """The mask, if anybody has asked for it."""
+        """The mask, if it was computed."""
         return self.__dict__.get("mask_BT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they look at."""
+    """Several tokens of one request: rows `[start, stop)` of the batch, and the pages they attend to."""
 
     start: int
     stop: int
     pages_P: torch.Tensor
     position: int
-    first: int  # the token that its first page begins with
+    first: int  # the token at which its first page begins
     sight: Sight
     picks_from: int = 0  # as `Look`
     tiled: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -141,14 +141,14 @@ class Run:
 
 
 class Paging:
-    """Pages of one kind for a batch: where every token's row is written, and which rows each may look at.
+    """Pages of one kind for a batch: where every token's row is written, and which rows each may attend to.
 
-    Singles come first. Tables and masks are made when they are first asked for: kernels that read pages do without. `plans` are
-    for those kernels: what they work out once for all layers of a pass. `plan_numbers` numbers them, over all that is cut from
-    one paging: pieces of a pass take turns in every layer, and none may take the place of another's plan.
+    Singles come first. Tables and masks are computed on first use: kernels that read pages need none. `plans` are for those
+    kernels: what they compute once for all layers of a pass. `plan_numbers` numbers them, over everything divided from one
+    paging: pieces of a pass take turns in every layer, and none may replace another's plan.
     """
 
-    fixed = False  # whether its tensors stay where they are from one pass to the next, as a recorded step needs
+    fixed = False  # whether its tensors stay at their addresses from pass to pass, as a captured step needs
 
     def __init__(
         self, looks: Sequence[Look], sight: Sight, *, page_N: torch.Tensor, row_N: torch.Tensor, num_singles: int,
@@ -177,7 +177,7 @@ class Paging:
         return tuple(self._run(look) for look in self.looks[self.num_singles :])
 
     def cut(self, first: int, stop: int, pages: PageIds | None = None) -> Paging:
-        """The same for some segments alone: all singles, or a single run, which may be over other `pages`."""
+        """The paging of some segments alone: all singles, or a single run, which may be over other `pages`."""
         mine = self.looks[first:stop]
         start, end = mine[0].start, mine[-1].stop
         looks = [

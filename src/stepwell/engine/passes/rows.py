@@ -1,14 +1,14 @@
-"""How the rows of a state are kept: as plain numbers, or in eight bits with scales beside them.
+"""How the rows of a state are stored: as plain numbers, or in eight bits with scales.
 
     Plain      numbers as they are
     Tiled      | e4m3 x width | fp32 scale of every 128 | bf16 x exact |         latents (656 bytes), index keys (132 bytes)
     Powers     | e4m3 x width | bf16 x exact | power of two of every 64, padded |   rows of DeepSeek-V4 (584 bytes)
 
-A tile in which a number is not finite is read as NaN throughout, in either format: eight bits have no infinity, and a fault must
-stay seen. Numbers next to nothing, 1e-38 and less, become 0.
+A tile with a number that is not finite is read as NaN throughout, in either format: eight bits have no infinity, and a fault must
+stay visible. Numbers of 1e-38 and less become 0.
 
-A model knows which of its states is which; `Rows` is one layer of one, through which it reads and writes. Where some rows are on
-the host alone, they are looked up on the way (`LayerPlaces`), and nobody else knows. Knows no requests.
+A model knows the format of each of its states; `Rows` is one layer of a state, through which it reads and writes. If rows are
+on the host alone, `LayerPlaces` looks them up, and no other code knows. Does not know requests.
 Axes: P pages, R rows of a page, E what a row is stored as, N rows that are written, C channels.
 """
 
@@ -30,13 +30,13 @@ TILE, POWER_TILE, POWERS = 128, 64, 8  # channels a scale is for, and how many p
 POWER_BIAS = 127  # a power of 0 is stored as this
 LEAST_POWER, NO_POWER = -126, 128  # the smallest number that is not subnormal, and what stands for no number
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes, until who knows them reads them: eight bits and scales, two kinds of numbers
+_MIXED = ("fp8", "bf16+fp32", "fp16+fp32")  # bytes until they are decoded: eight bits and scales, two kinds of numbers
 _STORED = {**TORCH_DTYPES, **dict.fromkeys(_MIXED, torch.uint8)}
 
 
 class RowFormat(Protocol):
     def encode(self, x_NC: torch.Tensor) -> torch.Tensor:
-        """What is stored of these rows, `[N, E]`."""
+        """The stored form of these rows, `[N, E]`."""
         ...
 
     def decode(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -58,7 +58,7 @@ PLAIN = Plain()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiled:
-    """`width` channels with a scale for each tile, and `exact` ones behind them that are only rounded to bf16."""
+    """`width` channels with a scale for each tile, followed by `exact` ones that are only rounded to bf16."""
 
     width: int
     exact: int = 0
@@ -79,7 +79,7 @@ class Tiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Powers:
-    """As `Tiled`, with smaller tiles whose scales are powers of two, one byte each."""
+    """Like `Tiled`, with smaller tiles whose scales are powers of two, one byte each."""
 
     width: int
     exact: int
@@ -107,12 +107,12 @@ class Powers:
 
 
 def latent_rows(dtype: str, width: int, exact: int) -> RowFormat:
-    """Of an MLA latent and its rotated key, or of an index key (no exact channels)."""
+    """The format of an MLA latent and its rotated key, or of an index key (no exact channels)."""
     return Tiled(width=width, exact=exact) if dtype == "fp8" else PLAIN
 
 
 def shared_rows(dtype: str, width: int, exact: int) -> RowFormat:
-    """Of DeepSeek-V4, whose rows are key and value in one."""
+    """The format of DeepSeek-V4, whose rows are key and value in one."""
     return Powers(width=width, exact=exact) if dtype == "fp8" else PLAIN
 
 
@@ -122,7 +122,7 @@ class LayerPlaces:
 
     places: Places
     layer: int
-    group: int  # whose selection the layer follows
+    group: int  # whose selection the layer uses
     read_rows: Read = Places.read
 
     @property
@@ -143,10 +143,10 @@ class LayerPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One layer of a state, as a model reads and writes it: in `dtype`, whatever is stored.
+    """One layer of a state, as a model reads and writes it: in `dtype`, whatever the stored format.
 
-    With `places`, what is read is named by prefix pages, and `stored_PRE` are ROWS pages: only who has asked `places` may use it.
-    What is written is always named by the pages of `stored_PRE`.
+    With `places`, reads name prefix pages, and `stored_PRE` are ROWS pages: use `places` to find them. Writes always name the
+    pages of `stored_PRE`.
     """
 
     stored_PRE: torch.Tensor
@@ -169,7 +169,7 @@ class Rows:
         return self.written(page, row) if self.places is None else self.format.decode(self.places.read(page, row), self.dtype)
 
     def written(self, page: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """The same of pages that the pass writes to, named as for `write`: their rows are never on the host alone."""
+        """Like `read`, for pages that the pass writes to, named as for `write`: their rows are never on the host alone."""
         return self.format.decode(self.stored_PRE[page, row], self.dtype)
 
 
@@ -183,7 +183,7 @@ def part_PLRE(rows: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tenso
 
 
 def typed_PLRE(rows: torch.Tensor, part: Part, dtype: str) -> torch.Tensor:
-    """The same, of a state that is stored as `dtype`. Raises ConfigError for one that is not known."""
+    """Rows as elements, for a state that is stored as `dtype`. Raises ConfigError for an unknown one."""
     if dtype not in _STORED:
         raise ConfigError(f"the engine cannot compute with a state of {dtype}; choose one of: {', '.join(_STORED)}")
     return part_PLRE(rows, part, _STORED[dtype])

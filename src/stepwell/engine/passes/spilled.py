@@ -1,12 +1,12 @@
-"""How one pass comes to rows that are on the host alone.
+"""How one pass reads rows that are on the host alone.
 
-    singles, short runs   select rows: `resolve` gives those that are missing a slot, `fetch` copies them, layer by layer
-    longer runs           read nearly everything: each layer's rows of all their pages are copied into a scratch first. The last
-                          token of a prompt resolves what it selects all the same: what follows it selects most of that again
-    tokens of prompts     that look at everything, where answers select: single ones and short runs are read where they lie, a
-                          few requests at a time, since a layer's rows of each are copied. The last one resolves too
+    singles, short runs   select rows: `resolve` assigns slots to missing ones, `fetch` copies them, layer by layer
+    longer runs           read nearly everything: each layer's rows of all their pages are copied to a scratch first. The last
+                          token of a prompt still resolves what it selects: later tokens select most of that again
+    tokens of prompts     attend to everything, where answers select: single ones and short runs are read in place, a few
+                          requests at a time, since a layer's rows of each are copied. The last one resolves too
 
-Where a row is was decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
+The places of rows were decided before the pass. Selections are never changed by it. Axes as in `sparse/resolve.py`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from stepwell.sparse.resolve import Wanted
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """Neighbours of a pass that are attended to at once: tokens `[start, stop)`, and which parts of a selection are theirs.
+    """Neighbours of a pass in one attention call: tokens `[start, stop)`, and their parts of a selection.
 
-    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages. With `resident`, pages of rows: none
-    of its rows is away, and it is attended to as where nobody's are.
+    With `staged`, `paging` counts the pages of a scratch with the rows of its prefix pages. With `resident`, pages of rows:
+    all of its rows are on the device, and attention is ordinary.
     """
 
     start: int
@@ -46,7 +46,7 @@ class Piece:
 
 
 class Choice(Protocol):
-    """What some queries select, and by which scores the last of them did, if that is known."""
+    """What some queries select, and the scores by which the last of them did, if known."""
 
     @property
     def position_XK(self) -> torch.Tensor: ...
@@ -55,18 +55,18 @@ class Choice(Protocol):
 
 
 class Spilled:
-    """One pass with rows on the host alone. Made by `spilled_in`."""
+    """One pass with rows on the host alone. Created by `spilled_in`."""
 
     def __init__(self, spilling: Spilling, segments: Sequence[RequestRows], paging: Paging, staged: frozenset[int]) -> None:
         """`paging` is of prefix pages. `staged` are the segments whose rows are staged."""
         self._spilling = spilling
         self._staged = staged
         self._paging = paging
-        # of each segment, the first token that resolves: of longer runs only the last does
+        # of each segment, the first token that resolves: in longer runs only the last does
         self._first = [len(each.tokens) - 1 if len(each.tokens) > SHORT_RUN else 0 for each in segments]
         short = [at for at, each in enumerate(segments) if not self._first[at] or (at in staged and each.num_logits)]
         self._short = frozenset(short)
-        # those with the last token of a prompt, behind which a selector picks
+        # those with the last token of a prompt, after which a selector picks
         self._ending = frozenset(at for at in short if segments[at].num_logits and segments[at].end <= segments[at].picks_from)
         self._pieces: tuple[Piece, ...] | None = None
         if short:
@@ -74,26 +74,26 @@ class Spilled:
 
     @property
     def asks_host(self) -> bool:
-        """Whether it waits for the device, or its host decides as the pass goes on: then it cannot be recorded."""
+        """Whether it waits for the device, or its host decides during the pass: then it cannot be captured."""
         return bool(self._staged) or self._spilling.asks_host
 
     def count(self) -> None:
-        """Behind the pass: one step more, if it looked for rows that it selected."""
+        """After the pass: counts one more step, if it looked for rows that it selected."""
         self._spilling.steps += bool(self._short)
 
     def fixed(self, paging: Paging, length: int | None) -> Spilled:
-        """The same pass over `paging`, in tensors that stay where they are: tables have `length` pages, or as many as now."""
+        """The same pass over `paging`, in tensors at fixed addresses: tables have `length` pages, or their present number."""
         made = copy(self)
         made._paging, made._pieces = paging, None
         short = self._table_BP
         made._table_BP = short.new_empty(len(short), short.shape[1] if length is None else length)
         made._hot_BQ, made._last_X = self._hot_BQ.clone(), self._last_X.clone()
-        made._owner_X, made._first_A = self._owner_X.clone(), self._first_A.clone()  # the same for as many singles
+        made._owner_X, made._first_A = self._owner_X.clone(), self._first_A.clone()  # the same for this number of singles
         made.load(self)
         return made
 
     def load(self, theirs: Spilled) -> None:
-        """Puts another pass of as many singles into its tensors. What pads tables is never looked at."""
+        """Puts another pass with the same number of singles into its tensors. Padding of tables is never read."""
         pages = theirs._table_BP.shape[1]
         self._table_BP[:, :pages] = theirs._table_BP
         self._table_BP[:, pages:] = theirs._table_BP[:, :1]
@@ -102,7 +102,7 @@ class Spilled:
 
     @property
     def ends(self) -> Iterator[tuple[int, Singles | Run]]:
-        """The parts of the pass with tokens of prompts that look at everything, whose last one resolves for those that follow it;
+        """The parts of the pass with tokens of prompts that attend to everything, whose last one resolves for those that follow;
         and their numbers.
         """
         segment = 0
@@ -114,12 +114,12 @@ class Spilled:
 
     @property
     def scored(self) -> int:
-        """Of how many last queries of each part `resolve` wants to know the scores."""
+        """For how many last queries of each part `resolve` needs the scores."""
         return SHORT_RUN if self._short and self._spilling.scored else 0
 
     def resolve(self, layer: int, choices: Sequence[Choice | None]) -> None:
-        """Gives slots to rows that are missing of a selection: what each part of the pass selects, of its last queries, or None
-        for all. Nothing for queries that select nothing, and look at more than can be selected.
+        """Assigns slots to missing rows of a selection: what each part of the pass selects, for its last queries, or None for
+        all. Does nothing for queries that select nothing, and attend to more than can be selected.
         """
         if self._short:
             wanted = Wanted.of(
@@ -129,18 +129,18 @@ class Spilled:
             self._spilling.resolve(self._spilling.group_of[layer], wanted)
 
     def fetch(self, layer: int) -> None:
-        """Copies what the last `resolve` gave slots to, in one more layer of the group."""
+        """Copies the rows that the last `resolve` assigned slots to, in one more layer of the group."""
         if self._short:
             self._spilling.fetch(layer)
 
     def pieces(self) -> tuple[Piece, ...]:
-        """What is attended to one after the other: everything at once, unless there are longer runs."""
+        """The pieces of attention, one after the other: one piece, unless there are longer runs."""
         if self._pieces is None:
             self._pieces = self._cut()
         return self._pieces
 
     def rows(self, rows: Rows, piece: Piece) -> Rows:
-        """Those that a piece's paging is over. Until the next piece's are asked for."""
+        """The rows that a piece's paging refers to. Valid until the next piece's are requested."""
         if piece.resident:
             return Rows(rows.stored_PRE, rows.format, rows.dtype)
         if piece.staged is None:
@@ -152,7 +152,7 @@ class Spilled:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _tables(self, segments: Sequence[RequestRows], short: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Page tables and hot pages of the requests that resolve; of each of their tokens, whose it is and where it stands."""
+        """Page tables and hot pages of the requests that resolve; for each of their tokens, its request and position."""
         looks, hot_pages = [self._paging.looks[at] for at in short], self._spilling.sizes.hot_pages
         longest = max(len(look.pages) for look in looks)
         table, hot = np.zeros((len(short), longest), np.int64), np.full((len(short), hot_pages), ABSENT, np.int64)
@@ -169,15 +169,15 @@ class Spilled:
         return table_X.view(table.shape), hot_X.view(hot.shape).int(), owner_X.int(), first_A.int(), last_X.int()
 
     def _asking(self, choices: Sequence[Choice | None]) -> Iterator[tuple[Singles | Run, Choice | None, int]]:
-        """The parts that resolve, what they chose, and how many of their last queries do."""
+        """The parts that resolve, what they chose, and for how many of their last queries."""
         segment = 0
         for part, choice in zip(self._paging.parts, choices, strict=True):
-            if segment in self._short:  # of singles all are
+            if segment in self._short:  # all of them for singles
                 yield part, choice, part.stop - part.start - self._first[segment]
             segment += 1 if isinstance(part, Run) else part.stop - part.start
 
     def _positions(self, choices: Sequence[Choice | None]) -> torch.Tensor:
-        """What each query resolves, ABSENT for nothing."""
+        """The rows that each query resolves, ABSENT for none."""
         made = []
         for part, choice, queries in self._asking(choices):
             if choice is not None:
@@ -190,7 +190,7 @@ class Spilled:
         return _stacked(made, ABSENT)
 
     def _scores(self, choices: Sequence[Choice | None]) -> torch.Tensor | None:
-        """What each query gives to every position; -inf throughout where a query chose nothing: all that it sees is in use."""
+        """The scores of each query for every position; -inf throughout if a query chose nothing: it uses everything it sees."""
         if not self.scored:
             return None
         made = [(None if choice is None else choice.score_YT, queries) for _, choice, queries in self._asking(choices)]
@@ -222,7 +222,7 @@ class Spilled:
 
 
 def spilled_in(spilling: Spilling, segments: Sequence[RequestRows], paging: Callable[[], Paging]) -> Spilled | None:
-    """None where all rows that a pass looks at are on the device, in pages of their own. `paging` makes that of prefix pages."""
+    """None if all rows that a pass reads are on the device, in pages of their own. `paging` creates that of prefix pages."""
     if not spilling.row_pages.num_backed:
         return None
     size = spilling.places.page_rows
@@ -234,7 +234,7 @@ def spilled_in(spilling: Spilling, segments: Sequence[RequestRows], paging: Call
 
 
 def _stacked(parts: Sequence[tuple[torch.Tensor, int]], padding: float) -> torch.Tensor:
-    """The last so many rows of each part, one part behind the other; padded in front, and to the widest."""
+    """The last rows of each part, one part after the other; padded in front, and to the widest."""
     if len(parts) == 1 and len(parts[0][0]) == parts[0][1]:
         return parts[0][0].contiguous()
     widest = max(part.shape[1] for part, _ in parts)

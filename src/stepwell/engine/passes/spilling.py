@@ -1,6 +1,6 @@
-"""Rows that may be on the host alone: what an engine keeps for them on the device beside its pages, and what begins each pass.
+"""Rows that may be on the host alone: the engine's device memory for them in addition to its pages, and the begin of each pass.
 
-Decides neither which pages are on the host nor which rows are read. What one pass does about them is in `spilled.py`. Axes as in
+Decides neither which pages are on the host nor which rows are read. `spilled.py` has the work of one pass. Axes as in
 `sparse/resolve.py`.
 """
 
@@ -29,12 +29,12 @@ from stepwell.sparse.resolve import Fetch, Plan, Resolve, Wanted
 
 SHORT_RUN = 8  # tokens of a run that resolves what it selects; longer ones read nearly everything
 PLAN_BYTES = 16  # of an entry
-COUNTED = 32  # passes from one look at the figures to the next
+COUNTED = 32  # passes between two updates of the figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much at once: requests of a pass, hot pages of each, rows that a query selects, tokens of the longest request."""
+    """Maximum sizes: requests of a pass, hot pages of each, rows that a query selects, tokens of the longest request."""
 
     requests: int
     hot_pages: int
@@ -43,7 +43,7 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: ModelSpec, config: CacheConfig, *, requests: int, selected: int, max_context: int) -> Sizes:
-        """A request has each page's rows on the host or on the device: so it is no longer than both together."""
+        """A request has each page's rows on the host or on the device, so it is no longer than both together."""
         assert config.host_bytes is not None and config.device_bytes is not None, "rows spill from a device to a host"
         pages = config.host_bytes // spec.object_bytes(Kind.PREFIX) + config.device_bytes // spec.device_bytes(Kind.ROWS)
         return cls(
@@ -54,18 +54,18 @@ class Sizes:
         )
 
     def less(self, config: CacheConfig, spec: ModelSpec) -> CacheConfig:
-        """The same with a device tier that leaves room for all this. Raises ConfigError when nothing is left."""
+        """The config with a device tier that leaves memory for all this. Raises ConfigError if nothing is left."""
         device_bytes, extra_bytes = config.device_bytes or 0, self.extra_bytes(spec)
         if device_bytes <= extra_bytes:
             raise ConfigError(
-                f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} beside "
+                f"device_memory is {format_bytes(device_bytes)}, and rows that spill need {format_bytes(extra_bytes)} besides "
                 f"pages, of that {format_bytes(PLAN_BYTES * self.entries)} to plan for {self.requests} requests that select "
-                f"{self.selected:,} rows each: give more, or lower hot_rows, max_running or, if it is set, sparse_budget"
+                f"{self.selected:,} rows each: raise it, or lower hot_rows, max_running or, if it is set, sparse_budget"
             )
         return replace(config, device_bytes=device_bytes - extra_bytes)
 
     def extra_bytes(self, spec: ModelSpec) -> int:
-        """What all this takes on the device beside the pages."""
+        """The device memory for all this, in addition to the pages."""
         spill = _spill_of(spec)
         slots = self.requests * self.hot_pages * spec.page_tokens
         tables = Places.table_bytes(slots=slots, groups=spill.num_groups)
@@ -81,23 +81,23 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpillReport:
-    """Sums since the start, over groups of layers that share a selection; and how many pages are where now."""
+    """Sums since the start, over groups of layers that share a selection; and the current places of pages."""
 
-    steps: int  # passes that looked for rows on the host. On CUDA the sums that follow may be some passes behind
+    steps: int  # passes that looked for rows on the host. On CUDA the following sums may be some passes behind
     resident: int  # references to rows of pages on the device
     hits: int  # to rows that were among the hot ones
     misses: int  # rows that were not,
-    read_through: int  # of these: rows for which there was no slot, read from the host where they lie
+    read_through: int  # those without a slot, read from the host in place
     fetched_bytes: int  # copied for misses, over all layers
     staged_bytes: int  # copied for prompts that are computed over pages whose rows are on the host
     host_pages: int  # prefix pages on the device whose rows are on the host alone
     hot_pages: int
     hot_rows: int  # of a layer, that one request may have
-    beside_bytes: int  # of the device, that all this takes beside pages
+    beside_bytes: int  # device memory for all this, in addition to pages
 
 
 class Spilling:
-    """Of one engine. Begins each pass, and keeps what all passes share."""
+    """The spilled rows of one engine. Begins each pass, and keeps what all passes share."""
 
     def __init__(
         self, spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], host: torch.Tensor, row_pages: RowPages, sizes: Sizes, *,
@@ -141,17 +141,17 @@ class Spilling:
 
     @property
     def asks_host(self) -> bool:
-        """Whether a pass that resolves waits for the device, so that it cannot be recorded."""
+        """Whether a pass that resolves waits for the device, so that it cannot be captured."""
         return self._asks_host()
 
     def rows_of(self, pages: PageIds) -> PageIds:
-        """The ROWS pages of prefix pages that have some: those that are written to, and all where nobody's rows are away."""
+        """The ROWS pages of prefix pages that have some: those that are written to, and all if no rows have been spilled."""
         rows = self.row_pages.rows[pages]
-        assert (rows != ABSENT).all(), f"prefix pages {pages[rows == ABSENT][:8]} are to be used, and have no rows here"
+        assert (rows != ABSENT).all(), f"prefix pages {pages[rows == ABSENT][:8]} must have rows here, and have none"
         return rows
 
     def begin(self) -> None:
-        """Before every pass, on its stream: says what became of pages since the last one."""
+        """Before every pass, on its stream: sends the changed places of pages to the device."""
         self.row_pages.drain(self.places.apply)
         self._passes += 1
         if self._passes % COUNTED == 0:
@@ -159,7 +159,7 @@ class Spilling:
 
     @property
     def scored(self) -> bool:
-        """Whether `resolve` wants to know by which scores rows were selected."""
+        """Whether `resolve` needs the scores by which rows were selected."""
         return self.sizes.hot_pages > 0
 
     def resolve(self, group: int, wanted: Wanted) -> None:
@@ -171,7 +171,7 @@ class Spilling:
 
     @contextmanager
     def pretend_on_host(self, page: int) -> Iterator[None]:
-        """Says so of a page's rows, for a pass of which nothing is used; and what is true behind it. Counts nothing."""
+        """Marks a page's rows as spilled, for a pass whose result is not used, and undoes that after it. Counts nothing."""
         header_3, tally_GBC = self.places.header_P3[page], self.places.counts.tally_GBC
         before_3, counted_GBC = header_3.clone(), tally_GBC.clone()
         header_3[ROWS], header_3[HOST] = ABSENT, 0
@@ -182,9 +182,9 @@ class Spilling:
             tally_GBC.copy_(counted_GBC)
 
     def report(self) -> SpillReport:
-        """What is known of it now, and asks for more: on CUDA figures may be as old as the last report, or some passes."""
+        """The present figures; requests new ones: on CUDA they may be as old as the last report, or some passes."""
         counts = self.places.counts
-        self._found = counts.read(self._row_bytes) or self._found  # asked for before; what is asked for now is seldom there yet
+        self._found = counts.read(self._row_bytes) or self._found  # requested before; a new request is rarely answered yet
         counts.start_reading()
         self._found = found = counts.read(self._row_bytes) or self._found
         return SpillReport(

@@ -1,9 +1,9 @@
 """Rows of whole prefix pages for runs that read nearly everything: one layer at a time, in a scratch of pages like any others.
 
-    on the host     copied over the bus by the kernel that fetches hot rows. They are what they were, whatever the pass writes
+    on the host     copied over the bus by the kernel that fetches hot rows. The pass does not change them
     on the device   copied when the layer is reached: the pass writes some of them
 
-Says nothing about which pages are where. Waits for nothing on the host. Axes as in `sparse/places.py`, and M rows on the host.
+Does not decide which pages are where. Waits for nothing on the host. Axes as in `sparse/places.py`, and M rows on the host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Groups of a decode step, in tensors that stay where they are and whose shapes do not tell what closes: it can be recorded.
+"""Groups of a decode step, in tensors at fixed addresses and with shapes independent of what closes: it can be captured.
 
     every token    is put into its request's slot, and an entry is made of the whole slot
-    kept           is the entry of a group that is complete now; all others are thrown away
+    kept           is the entry of a group that is complete now; all others are discarded
 
-Only for batches of single tokens. Says where things are, and moves nothing. Axes as in `groups.py`, with a group for each of B
+Only for batches of single tokens. Only computes places, and moves nothing. Axes as in `groups.py`, with a group for each of B
 singles.
 """
 
@@ -20,15 +20,15 @@ _NUMBERS = 8  # for each single, before its pages
 
 
 class StepGroups:
-    """Of one ratio. `load` puts those of another step of as many requests into the same tensors."""
+    """The groups of one ratio. `load` puts those of another step with the same number of requests into the same tensors."""
 
     def __init__(self, batch: Batch, ratio: int, prefix_pages: int) -> None:
-        """`prefix_pages` is how many each request may have at most."""
+        """`prefix_pages` is the most that each request may have."""
         page = batch.spec.page_tokens
         self._ratio = ratio
         self._page_tokens = page
         self._rows = max(page // ratio, 1)  # entries of a page that has any
-        self._step = max(ratio // page, 1)  # of so many pages one has entries
+        self._step = max(ratio // page, 1)  # one page of this many has entries
         self._pages = max(prefix_pages // self._step, 1)
         self._count = len(batch.segments)
         self._numbers_X = self._upload(batch)
@@ -37,7 +37,7 @@ class StepGroups:
         self._numbers_X.copy_(self._upload(batch))
 
     def groups(self) -> Groups:
-        """Made anew in every pass, from what was loaded last: what it computes is part of a recording."""
+        """Computed in every pass, from what was loaded last: the computation is part of a captured graph."""
         first_X, table_X = self._numbers_X.split((_NUMBERS * self._count, self._count * self._pages))
         slot_B, row_B, position_B, page_B, entry_row_B, point_B, closes_B, count_B = first_X.view(_NUMBERS, -1).unbind()
         each_B = torch.arange(self._count, device=self._numbers_X.device)
@@ -68,7 +68,7 @@ class StepGroups:
         return batch.numbers(np.concatenate([made[:, :_NUMBERS].T.flatten(), made[:, _NUMBERS:].flatten()]))[0]
 
     def _of(self, segment: RequestRows) -> Indices:
-        """A group that does not close has the place of an entry that the token's own page has anyway: it stays as it is."""
+        """A group that does not close uses the place of an entry in the token's own page, and leaves it unchanged."""
         assert segment.slot is not None, "a segment without a slot cannot leave groups open"
         entry, row = divmod(segment.position, self._ratio)
         closes = row == self._ratio - 1

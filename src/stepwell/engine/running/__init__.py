@@ -1,1 +1,1 @@
-"""How passes run: one over the model, recorded ones, ones that are not read yet, and ones that look at a draft's guesses."""
+"""How passes run: one over the model, captured CUDA graphs, passes in flight, and passes that verify a draft's guesses."""

@@ -1,10 +1,10 @@
-"""Decode steps recorded once and played again (CUDA graphs): hundreds of small kernels then cost one launch.
+"""CUDA graphs: decode steps are captured once and replayed, so that hundreds of small kernels cost one launch.
 
-A recording is for one number of requests. Where attention runs in plain torch it is for page tables up to a length too, which
-grows in steps, so that one lasts for many tokens. A shape is recorded when it occurs a second time; the first time it is computed
-in the same shape, so that the bits do not depend on what was recorded. A shape that cannot be recorded goes on being computed. A
-pass that finds no memory has all recordings dropped (`drop`), and is repeated. Only for models whose steps do the same work
-whatever the numbers are (`Decoder.graph_windows`); all other passes are computed as usual.
+A graph is for one number of requests. If attention runs in plain torch it is for page tables up to a length too, which grows in
+steps, so that one graph serves many tokens. A shape is captured when it occurs a second time; first it is computed in the
+same shape, so that the bits do not depend on captures. A shape that cannot be captured continues to be computed. A pass that runs
+out of memory has all graphs dropped (`drop`), and is repeated. Only for models whose steps do the same work for all numbers
+(`Decoder.graph_windows`); all other passes are computed as usual.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MOST_RECORDINGS = 64
 
 Shape = tuple[
     int, ...
-]  # requests, slots for what they leave open, whether rows of some are on the host; then how long page tables are that are read
-Lengths = Mapping[int | None, int | None]  # of the page table for each window, None where none is read
+]  # requests, slots for their open groups, whether rows of some are on the host; then the lengths of the page tables
+Lengths = Mapping[int | None, int | None]  # of the page table for each window, None if none is read
 
 log = logging.getLogger(__name__)
 
 
 class FixedPaging(Paging):
-    """A paging of singles in tensors that stay where they are. `load` puts another one into them.
+    """A paging of singles in tensors at fixed addresses. `load` puts another one into them.
 
-    Its table is made with `length` pages a request, or, with None, as long as the paging it is like: that one cannot be recorded.
+    Its table has `length` pages for each request, or, with None, the length of the paging it copies: that one cannot be captured.
     """
 
     fixed = True
@@ -68,12 +68,12 @@ class FixedPaging(Paging):
                 plan.load(theirs.looks)
 
     def settle(self) -> None:
-        """The pass it was made for is computed."""
+        """The pass that it was created for has been computed."""
         self._like = None
 
 
 class Still(Batch):
-    """What a model reads of a batch of singles, in tensors that stay where they are. `load` puts another batch into them."""
+    """The static inputs of a captured graph: what a model reads of a batch of singles. `load` puts another batch into them."""
 
     def __init__(self, like: Batch, lengths: Lengths) -> None:
         self.pages, self.device, self._dtype, self._first_seen = like.pages, like.device, like.dtype, 0
@@ -95,7 +95,7 @@ class Still(Batch):
 
     def groups(self, ratio: int, paging: Paging) -> Groups:
         if ratio not in self._groups:
-            assert self._length is not None, "a model with groups says that its steps look at all tokens"
+            assert self._length is not None, "a model with groups says that its steps attend to all tokens"
             self._groups[ratio] = StepGroups(self, ratio, self._length)
         return self._groups[ratio].groups()
 
@@ -116,7 +116,7 @@ class Still(Batch):
         if self._rows_paging is not None:
             self._rows_paging.load(batch.rows_paging)
         if self.spilled is not None:
-            assert batch.spilled is not None, "a step over rows on the host is played where there are some"
+            assert batch.spilled is not None, "a graph for rows on the host is replayed only if there are some"
             self.spilled.load(batch.spilled)
         for groups in self._groups.values():
             groups.load(batch)
@@ -125,7 +125,7 @@ class Still(Batch):
             self.fresh_S.copy_(batch.fresh_S)
 
     def settle(self) -> None:
-        """The batch it is like is computed, and no longer needed."""
+        """The batch it copies has been computed, and is no longer needed."""
         for paging in self._each():
             paging.settle()
 
@@ -143,22 +143,22 @@ class Recording:
 
 
 class Graphs:
-    """A model's passes, those of decode steps from recordings. One thread."""
+    """A model's passes; decode steps replay captured graphs. One thread."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
         kinds = {window: Kind.PREFIX if window is None else Kind.WINDOW for window in model.graph_windows}
         self._windows = [window for window, kind in kinds.items() if model.spec.parts(kind)]  # a recurrence alone has no pages
         self._met: set[Shape] = set()
-        self._refused: set[Shape] = set()  # that could not be recorded; nobody tries again
+        self._refused: set[Shape] = set()  # that could not be captured; not tried again
         self._recordings: dict[Shape, Recording] = {}
-        # Libraries copy plans from pinned memory of their own, which must not be lent again before a pass has read it: by the
+        # Libraries copy plans from pinned memory of their own, which must not be reused before a pass has read it: by the
         # time a third pass is queued, the first has ended.
         self._recent: deque[Still] = deque(maxlen=2)
         self._reads_tables = True  # until a step has shown that the model's attention reads pages
         self._most = MOST_RECORDINGS
         self._pool = torch.cuda.graph_pool_handle()
-        self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is lent again on its own stream alone
+        self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is reused only on its own stream
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -200,7 +200,7 @@ class Graphs:
             return self._recordings[shape].play(batch)
         still = Still(batch, lengths)
         self._recent.append(still)
-        if batch.arriving:  # what waits for pages that are on their way is for this pass alone
+        if batch.arriving:  # waiting for loaded pages is for this pass alone
             return self._model.compute(still)
         if shape in self._met and shape not in self._refused and self._most:
             logits = self._compute_aside(still)
@@ -212,21 +212,21 @@ class Graphs:
         return logits
 
     def _keep(self, shape: Shape, still: Still, lengths: Lengths) -> None:
-        """Records a shape that is met again. One that cannot be is not tried a second time."""
+        """Captures a shape that occurs again. If that fails, it is not tried a second time."""
         if len(self._recordings) >= self._most:
             del self._recordings[next(iter(self._recordings))]
         try:
             self._recordings[shape] = self._record(still, lengths)
-        except Exception:  # the edge to libraries: no memory for it, or something that cannot be recorded. It is computed already
-            log.warning("a decode step could not be recorded, and is computed instead", exc_info=True)
+        except Exception:  # boundary to libraries: out of memory, or not capturable. It is computed already
+            log.warning("a decode step could not be captured as a CUDA graph, and is computed instead", exc_info=True)
             self._refused.add(shape)
 
     def _lengths(self, batch: Batch) -> Lengths | None:
-        """How long page tables are for this batch, in steps; None for one that cannot be played."""
+        """The length of page tables for this batch, in steps; None for a batch that cannot be replayed."""
         if batch.num_singles < len(batch.segments) or len(batch.wanted) < len(batch.segments):
             return None
         if any(segment.position < segment.picks_from for segment in batch.segments):
-            return None  # a single token of a prompt looks at everything, which a step that picks does not
+            return None  # a single token of a prompt attends to everything, unlike a step that picks
         if batch.spilled is not None and batch.spilled.asks_host:
             return None
         if not self._reads_tables:
@@ -237,9 +237,9 @@ class Graphs:
         return {window: -(-singles[0].table_BP.shape[1] // PAGES_STEP) * PAGES_STEP for window, singles in tables.items()}
 
     def _compute_aside(self, still: Still) -> torch.Tensor:
-        """Computes a batch before it is recorded, so that libraries get their workspaces outside of the recording.
+        """Computes a batch before it is captured, so that libraries allocate their workspaces outside of the capture.
 
-        This is the batch's one pass: a recording is not run while it is made, and states of fixed size must move on once.
+        This is the batch's one pass: a graph does not run while it is captured, and states of fixed size must advance once.
         """
         here, side = torch.cuda.current_stream(self._model.device), self._side
         with torch.cuda.stream(here):  # whichever device was current
@@ -248,15 +248,15 @@ class Graphs:
                 with torch.cuda.stream(side):
                     logits = self._model.compute(still)
             finally:
-                here.wait_stream(side)  # also for what a pass that failed has queued there
+                here.wait_stream(side)  # also for work that a failed pass has queued there
             return logits.clone()
 
     def _record(self, still: Still, lengths: Lengths) -> Recording:
         if still.reads_tables and None in lengths.values():
             raise RuntimeError("a kernel that reads pages has failed, and plain torch needs tables of a fixed length")
         graph = torch.cuda.CUDAGraph()
-        # Back on the stream it came from, also from a recording that failed. Other threads copy pages meanwhile, which is none of
-        # its business.
+        # Back on the stream it came from, also after a failed capture. Other threads copy pages meanwhile, which does not
+        # concern it.
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._model.device)),
             torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"),
@@ -280,7 +280,7 @@ def _stretched(singles: Singles, length: int) -> Singles:
 
 
 def _fill(mine: Singles, theirs: Singles) -> None:
-    """Tables are padded with pages of their own, and nothing in the padding is looked at."""
+    """Pads tables with pages of their own; attention reads nothing in the padding."""
     pages = theirs.table_BP.shape[1]
     mine.table_BP[:, :pages] = theirs.table_BP
     mine.table_BP[:, pages:] = theirs.table_BP[:, :1]

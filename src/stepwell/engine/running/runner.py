@@ -1,6 +1,6 @@
 """Runs one pass of a model over the chunks of several requests. Decides nothing.
 
-Keeps the model, its pages, and where each request's open groups are.
+Keeps the model, its pages, and the slots of open groups.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from stepwell.engine.sampling.choices import Choices, WaitForChoices, choosing_f
 from stepwell.jobs.executors import Arriving
 from stepwell.tiers.lease import Lease, LeaseState
 
-RANK_LOST = "the answer was lost with rank "  # and its number: how an error begins that clients may read
+RANK_LOST = "the answer was lost with rank "  # and its number: the begin of an error that clients may read
 
 PutUnread = Callable[[torch.Tensor, Sequence[Chunk]], torch.Tensor]  # tokens of a pass, with those that only the device knows
 
 
 class PassesLost(StepwellError):
-    """What runs passes is gone, and with it all that was on the device. The message says which rank, and why."""
+    """The ranks that run passes are gone, and with them the content of the device. The message names the rank and the cause."""
 
     def __init__(self, message: str, *, rank: int) -> None:
         super().__init__(message)
@@ -49,12 +49,12 @@ class PassesLost(StepwellError):
 
 
 class PassFailed(StepwellError):
-    """One pass went wrong on ranks that can go on with the next. The message says on which, and why."""
+    """One pass failed on ranks that can continue with the next. The message names the rank and the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Facts:
-    """What an engine has to know of the model behind its passes."""
+    """What an engine has to know about the model that its passes run."""
 
     vocab_size: int
     on_cuda: bool
@@ -63,7 +63,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReport:
-    """How ranks in processes of their own stand."""
+    """The state of ranks in processes of their own."""
 
     state: str  # starting, running or down
     pids: tuple[int, ...]  # by rank; none while they are down
@@ -91,15 +91,15 @@ class Passes(Protocol):
     def on_device(self) -> AbstractContextManager[object]: ...
 
     def wait(self) -> None:
-        """Until nothing that was given out writes into pages any more."""
+        """Waits until no pass in flight writes to pages any more."""
         ...
 
     def drop_graphs(self) -> bool:
-        """After a pass that found no memory: frees captured graphs. False where there are none, and nothing would be gained."""
+        """After a pass that ran out of memory: frees captured graphs. False if there are none, and nothing would be gained."""
         ...
 
     def tend(self) -> bool:
-        """Before each step: whether passes can run now. Raises PassesLost once, where they were lost; `end` follows."""
+        """Before each step: whether passes can run now. Raises PassesLost once for each loss; `end` follows."""
         ...
 
     def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
@@ -107,15 +107,15 @@ class Passes(Protocol):
         ...
 
     def warm_up(self, cache: Cache, max_alone: int) -> None:
-        """Has kernels built that the first requests would wait for."""
+        """Builds kernels that the first requests would wait for."""
         ...
 
     def end(self) -> None:
-        """After PassesLost: ends what is left of them. Raises RuntimeError where something does not end."""
+        """After PassesLost: ends what remains of them. Raises RuntimeError if something does not end."""
         ...
 
     def restart(self) -> bool:
-        """After `end`, once what they had is forgotten: whether it begins to start them anew, which it does not wait for."""
+        """After `end`, once the content of the device was dropped: starts new ranks without waiting; returns whether it does."""
         ...
 
     def close(self) -> None: ...
@@ -157,15 +157,15 @@ class Runner:
 
     @property
     def spilling(self) -> SpillReport | None:
-        """What came of rows that may be on the host alone; None for models whose rows do not spill."""
+        """What happened to rows that may be on the host alone; None for models whose rows do not spill."""
         return None if self._pages.spilling is None else self._pages.spilling.report()
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Kernels of libraries run on the device that is current, whatever device their tensors are on."""
+        """Kernels of libraries run on the current device, whatever device their tensors are on."""
         return torch.cuda.device(self.model.device) if self.model.device.type == "cuda" else nullcontext()
 
     def wait(self) -> None:
-        """Until the device has done everything it was given. One that broke does nothing more, and is not waited for."""
+        """Waits until the device has done all queued work. A device that failed does nothing more, and is not waited for."""
         if self.model.device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.synchronize(self.model.device)
@@ -176,11 +176,11 @@ class Runner:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether a pass may begin before the host has read what comes of the one before."""
+        """Whether a pass may begin before the host has read the result of the previous one."""
         return self._steady
 
     def tend(self) -> bool:
-        """Also lets passes run by kernels that were compiled meanwhile: what was recorded with others is of no more use."""
+        """Also switches passes to kernels that were compiled meanwhile, and drops graphs captured with others."""
         if self.model.kernels.settle() and self._graphs is not None:
             self.wait()
             self._graphs.forget()
@@ -200,17 +200,17 @@ class Runner:
         return self.choices(chunks, self.run(chunks))
 
     def choices(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> WaitForChoices:
-        """Tokens for the chunks of a pass, once they are waited for."""
+        """Tokens for the chunks of a pass; waits for them."""
         return partial(Choices, logits, choosing_for(chunks), self.model.kernels)
 
     def start(self, chunks: Sequence[Chunk], before: Unread | None) -> Unread:
-        """A pass that is read when the next one was started. `before` is the one that is not read yet."""
+        """A pass that is read after the next one was started. `before` is the one in flight."""
         logits = self.run(chunks, put_unread=None if before is None else before.put_into)
         return Unread.of(chunks, logits, self.model.kernels)
 
     def warm_up(self, cache: Cache, max_alone: int) -> None:
-        """Draws in every way. Where rows may spill, one token behind as many as make a selector pick; nothing where so many have
-        no room.
+        """Compiles the sampling kernels; if rows may spill, also runs one token past the selection budget, if that fits in
+        memory.
         """
         tokens = [0] * (self.model.selected + 2 * cache.spec.page_tokens)
         with self.on_device():
@@ -226,9 +226,9 @@ class Runner:
     ) -> torch.Tensor:  # fmt: skip
         """Computes the chunks, and returns logits for those that complete what their request has so far, in their order.
 
-        One row for a request's last token, and one for each that is proposed after it; before them those of a prompt that is
-        told. `on_stream` is given the stream of all tokens behind the last layer. `put_unread` knows the tokens of chunks that
-        follow a pass which nobody has read.
+        One row for a request's last token, and one for each proposed token after it; before them rows for the tokens of a prompt
+        whose logprobs are requested. `on_stream` gets the hidden states of all tokens after the last layer. `put_unread` fills in
+        the tokens of chunks that follow a pass in flight.
         """
         self._slots.sweep()
         arriving = list(dict.fromkeys(load for chunk in chunks for load in chunk.arriving))
@@ -248,8 +248,8 @@ class Runner:
         return logits
 
     def look_at_host(self, lease: Lease, tokens: int) -> None:
-        """Computes a request's token behind all others as if the rows of its first page were on the host alone, so that kernels
-        for that are built. They need not be there, nor any other: nothing comes of it.
+        """Computes a request's token after all others as if the rows of its first page were on the host alone, so that kernels
+        for that are built. No rows need to be there: the result is not used.
         """
         spilling = self._pages.spilling
         assert spilling is not None, "rows of this model do not spill"
@@ -279,7 +279,7 @@ class Runner:
 
 
 def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
-    """A request's part of a pass, as its lease and its chunk say. `picks` where a selector does."""
+    """A request's part of a pass, from its lease and its chunk. `picks` if a selector does."""
     request = chunk.request
     lease = request.lease
     assert lease is not None, f"{request} was planned without a lease"
@@ -301,12 +301,12 @@ def rows_of(chunk: Chunk, slots: Slots, *, picks: bool) -> RequestRows:
 
 
 def _tokens_of(chunk: Chunk, lease: Lease) -> Sequence[int] | npt.NDArray[np.int32]:
-    """Those of a chunk; of one that follows, something in place of the token that only the device knows."""
+    """The tokens of a chunk; if it follows a pass in flight, a placeholder for the token that only the device knows."""
     if chunk.follows:
         return (0,)
     if chunk.decodes:
         return [chunk.request.tokens[-1], *chunk.proposed]
-    return unpack(lease.packed)[chunk.start : chunk.end]  # a list of so many would be read one by one
+    return unpack(lease.packed)[chunk.start : chunk.end]  # a list would be read one by one
 
 
 class Slots:
@@ -324,7 +324,7 @@ class Slots:
         return self._held[lease.id][1]
 
     def sweep(self) -> None:
-        """Takes back the slots of leases that were closed."""
+        """Releases the slots of closed leases."""
         for lease, slot in list(self._held.values()):
             if lease.state is LeaseState.CLOSED:
                 del self._held[lease.id]

@@ -1,11 +1,11 @@
-"""Decoding several tokens in one pass: a draft guesses, the model looks at all guesses at once, and its choice is what counts.
+"""Speculative decoding, several tokens in one pass: a draft guesses, the model verifies all guesses at once; its choice counts.
 
-    rows of a draft    |====== written ======|xxxx marked: nobody drafted these tokens xxxx|
+    rows of a draft    |====== written ======|xxxx marked: not drafted xxxx|
 
-A request is drafted for as long as the draft's rows of its tokens are all there. Once some are missing (its pages came without,
-or too many requests were decoding), it goes on without guesses, one token a pass: slower, and otherwise the same. What is
-missing is marked in the rows themselves, with bytes that no number has, so that the mark travels with the page through every
-tier. One thread.
+A request has guesses for as long as the draft's rows of its tokens are complete. Once some are missing (its pages came without,
+or too many requests were decoding), it continues without guesses, one token a pass: slower, and otherwise the same. Missing rows
+are marked in the rows themselves, with bytes that no number has, so that the mark travels with the page through every tier. One
+thread.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from stepwell.engine.running.runner import Runner
 from stepwell.tiers.lease import Lease
 
 MARK = 0xFF  # in every byte of a row: not a number, in all formats
-LOOKED_AT = 8  # bytes of a row that tell
+LOOKED_AT = 8  # bytes of a row that show the mark
 
 
 class Speculation:
-    """Who is drafted, and by what. `pages` are those that model and draft share, `states` what is the draft's in them."""
+    """Requests with a draft, and the draft. `pages` are those that model and draft share, `states` the draft's states in them."""
 
     def __init__(
         self, draft: Draft, cache: Cache, pages: DevicePages, states: Sequence[StateSpec], *, tokens: int, max_running: int
@@ -49,11 +49,11 @@ class Speculation:
 
     @property
     def kernels(self) -> Report | None:
-        """What runs the draft's operations; None where that is what runs the model's."""
+        """What runs the draft's operations; None if it is the same as for the model's."""
         return self._draft.kernels
 
     def ahead(self, request: Request, decoding: int) -> int:
-        """How many tokens to guess for a request that decodes, beside so many. None before its answer has begun."""
+        """The number of tokens to guess for a request, given the number of decoding ones. None before its answer has begun."""
         if decoding > self._max_running or not request.answer_tokens or not self._drafts(request):
             return 0
         return min(self._tokens, request.max_tokens - request.answer_tokens - 1)
@@ -82,11 +82,11 @@ class Speculation:
             return chunks
         guesses = {chunk.request.id: tuple(made) for chunk, made in zip(drafted, self._draft.propose(drafted), strict=True)}
         made = [replace(chunk, proposed=guesses.get(chunk.request.id, ())) for chunk in chunks]
-        assert all(len(chunk.proposed) == chunk.ahead for chunk in made), f"a draft owes guesses: {guesses}"
+        assert all(len(chunk.proposed) == chunk.ahead for chunk in made), f"a draft lacks guesses: {guesses}"
         return made
 
     def _pause(self, chunks: Sequence[Chunk]) -> None:
-        """With many requests a pass is full without guesses. Their rows will have a gap, which none goes on over."""
+        """With many requests a pass is full without guesses. Their rows will have a gap, and guessing ends there."""
         for chunk in chunks:
             if self._drafts(chunk.request):
                 lease = lease_of(chunk.request)
@@ -95,7 +95,7 @@ class Speculation:
                 self._cache.counters.add("draft_paused")
 
     def _drafts(self, request: Request) -> bool:
-        """Whether a request is drafted; a lease's pages are looked at once."""
+        """Whether a request has guesses; checks a lease's pages once."""
         lease = lease_of(request)
         if lease not in self._whole:
             missing = self._first_missing(lease)
@@ -107,14 +107,14 @@ class Speculation:
         return self._whole[lease]
 
     def _first_missing(self, lease: Lease) -> int | None:
-        """The first token before the lease's restore point that nobody drafted."""
+        """The first token before the lease's restore point that was not drafted."""
         pages = torch.from_numpy(lease.prefix_pages[: lease.resume // self._pages.spec.page_tokens].astype(np.int64))
         rows_PRB = self._pages.bytes_PLRB(DRAFT)[:, 0, :, :LOOKED_AT]
         marked_T = (rows_PRB[pages.to(rows_PRB.device)] == MARK).all(dim=-1).flatten()
         return int(marked_T.int().argmax()) if marked_T.any() else None
 
     def _mark(self, chunks: Sequence[Chunk]) -> None:
-        """Says in the rows of these tokens that nobody drafted them."""
+        """Marks the rows of these tokens as not drafted."""
         page_tokens = self._pages.spec.page_tokens
         for state in self._states if chunks else ():
             assert isinstance(state.shape, Prefix), state

@@ -1,13 +1,12 @@
-"""Passes that the host has not read yet: the next one is started before, and goes on from where they end.
+"""Passes in flight: the next pass is started before the host has read the last one, and continues from its results.
 
-    device    | pass 1 | pass 2 | pass 3 |          pass 2 reads the tokens of pass 1 where they lie
+    device    | pass 1 | pass 2 | pass 3 |          pass 2 reads the tokens of pass 1 on the device
     host               | reads 1, starts 3 | ...    and commits, streams and plans while the next pass runs
 
-A pass over a part of a prompt chooses nothing: reading it says that it has ended. Tokens may be the likeliest or drawn: what a
-draw needs is known before the tokens before it are, and so are biases. Not for tokens with logprobs, which come with them, nor
-for those whose choice depends on the token before, nor where there is a draft, nor for passes that begin while their pages
-arrive. A request whose answer ends with what the host reads, by a stop string too, was computed once too often; that row is
-dropped.
+A pass over a part of a prompt chooses nothing: reading it means that it has ended. Tokens may be the likeliest or drawn: inputs
+of a draw are known before the previous tokens, and so are biases. Not for tokens with logprobs, which come with them, nor for
+those whose choice depends on the previous token, nor with a draft, nor for passes that begin while their pages arrive. A request
+whose answer ends with what the host reads, also by a stop string, was computed once too often; that row is dropped.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from stepwell.tiers.lease import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Unread:
-    """A pass that was started, and what it chooses for those of its chunks that complete their requests."""
+    """A pass in flight, and the tokens chosen for those of its chunks that complete their requests."""
 
     chunks: Sequence[Chunk]
     leases: Sequence[Lease | None]  # that they were computed under
@@ -39,7 +38,7 @@ class Unread:
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], logits_BV: torch.Tensor, kernels: Kernels) -> Unread:
-        """Chooses on the device, and starts to bring the tokens to the host."""
+        """Chooses on the device, and starts to copy the tokens to the host."""
         completed = [chunk for chunk in chunks if chunk.completes]
         unread = [(chunk.request, chunk.end - len(chunk.request.tokens)) for chunk in completed]
         logits_BV = edited(logits_BV, [edit_of(request, unread=count) for request, count in unread], kernels.send)
@@ -57,9 +56,9 @@ class Unread:
         return self.on_host.read()
 
     def put_into(self, token_N: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """The tokens of the next pass, `token_N`, with those in their places that its chunks go on from. Unsound ones count as 0.
+        """The tokens of the next pass, `token_N`, with those filled in from which its chunks continue. Unsound ones count as 0.
 
-        On the device: nobody waits.
+        On the device, without waiting.
         """
         places = [at for at, chunk in enumerate(chunks) if chunk.follows]  # a chunk of one token is where its number says
         if not places:

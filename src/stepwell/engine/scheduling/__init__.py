@@ -1,1 +1,1 @@
-"""What a step decides: who may ask for what, who computes in the next pass, which passes run, and what comes of them."""
+"""The decisions of a step: which requests are accepted, which compute in the next pass, how it runs, and what it results in."""

@@ -1,6 +1,6 @@
 """From a pass to answers: tokens are chosen, committed, turned into text, and answers end. Plans and computes nothing.
 
-Keeps the requests that are open, and what was added to their answers since it was last asked. One thread.
+Keeps the open requests, and what was added to their answers since it was last collected. One thread.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Answering:
         self._cache = cache
         self._scheduler = scheduler
         self._clock = clock
-        self._dense_tokens = dense_tokens  # so many tokens are all looked at; answers behind them pick. None where nothing does
+        self._dense_tokens = dense_tokens  # answers attend to everything up to here and pick afterwards. None without a selector
         self._deltas: list[Delta] = []
 
     def deltas(self) -> list[Delta]:
-        """What was added to answers since this was last asked."""
+        """Returns and clears what was added to answers."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
     def take(self, computed: Unread) -> None:
-        """What comes of a pass once its tokens are read. Waits for it. Requests that have ended since it began have nothing of
+        """Applies the tokens of a pass in flight. Waits for it. Requests that have ended since it began get nothing from
         it.
         """
         tokens = computed.read()
@@ -60,13 +60,13 @@ class Answering:
                 self._add(request, Chosen(token=tokens[row]))
 
     def choose(self, chunks: Sequence[Chunk], chosen: WaitForChoices) -> None:
-        """What comes of a pass that has begun: tokens for the chunks that complete their requests. Waits for it.
+        """Applies the result of a pass that has begun: tokens for the chunks that complete their requests. Waits for it.
 
-        A chunk whose pages did not arrive has nothing of it: the next step puts its request back.
+        A chunk whose pages did not arrive gets nothing: the next step queues its request again.
         """
         missed = [chunk for chunk in chunks if chunk.arriving and not self._arrived(chunk.request)]
         if len(missed) == len(chunks):
-            return  # nor is their pass waited for: it may wait for what never comes
+            return  # their pass is not waited for: it may wait for bytes that never come
         choices, row = chosen(), 0
         for chunk in chunks:
             first, row = row, row + chunk.num_logits
@@ -81,7 +81,7 @@ class Answering:
                 self._commit(chunk.request, chunk.end, chunk.point_copy)
 
     def end(self, request: Request, finish: Finish, *, last: Delta | None = None, error: str | None = None) -> None:
-        """Ends an answer, with what was added last, and gives back what its request holds."""
+        """Ends an answer, with what was added last, and releases what its request holds."""
         self._scheduler.leave(request)
         del self.requests[request.id]
         last = last or Delta(request=request.id)
@@ -90,29 +90,29 @@ class Answering:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _tell(self, chunk: Chunk, choices: ChosenRows, row: int) -> bool:
-        """Keeps the logprobs of a chunk's part of the prompt that are new. Says whether the request goes on."""
+        """Keeps the new logprobs of a chunk's part of the prompt. Returns whether the request continues."""
         request = chunk.request
         for at in range(len(chunk.prompt_targets)):
             told = self._chosen(request, choices, row + at)
             if told is None:
                 return False
             if chunk.start + at == len(request.prompt_logprobs):  # after preemption a part of it is computed again
-                assert told.logprob is not None, f"{request} was told nothing"
+                assert told.logprob is not None, f"{request} has no logprob"
                 request.prompt_logprobs.append(told.logprob)
         return True
 
     def _chosen(self, request: Request, choices: ChosenRows, row: int) -> Chosen | None:
-        """What was chosen from a row; None where nothing could be, and the request has ended."""
+        """The token chosen from a row; None if there could be none, and the request has ended."""
         if request.broken is not None:
             self.end(request, Finish.FAILED, error=request.broken)
             return None
         chosen = choices.of(row)
-        if chosen is None:  # nor may what it left in its pages be: nobody else gets them
+        if chosen is None:  # what it left in its pages must not be published
             self.end(request, Finish.FAILED, error=_NOT_NUMBERS)
         return chosen
 
     def _go_on(self, chunk: Chunk, choices: ChosenRows, row: int) -> None:
-        """The next tokens, each chosen as if it were alone: for as long as the model chooses what was proposed, and one more.
+        """The next tokens, each chosen as if it were alone: as long as the model chooses what was proposed, and one more.
 
         tokens     ... last | guess | guess | guess       rows of logits: one for each of these
         chosen              | same  | other |             two more tokens; what was computed behind them is overwritten later
@@ -130,7 +130,7 @@ class Answering:
                 return
 
     def _arrived(self, request: Request) -> bool:
-        """Whether everything has come that a pass over a request's chunk has waited for."""
+        """Whether everything has arrived that a pass over a request's chunk has waited for."""
         assert request.lease is not None, f"{request} was computed without a lease"
         return self._cache.wait_arriving(request.lease)
 
@@ -138,18 +138,20 @@ class Answering:
         lease = request.lease
         assert lease is not None, f"{request} was computed without a lease"
         if self._dense_tokens is not None and upto > max(request.prompt_tokens, self._dense_tokens):
-            lease.publishes = False  # rows that were computed picking are no prompt's: computed anew it would look at everything
+            lease.publishes = False  # rows computed with picking cannot serve as a prompt's, which attends to everything
         self._cache.commit(lease, upto, point_copy=point_copy)
 
     def _add(self, request: Request, chosen: Chosen) -> bool:
-        """A token more: text as far as it is certain, and the end where this is one. Says whether the answer goes on."""
+        """Adds a token: text as far as it is certain, and the end if this is one. Returns whether the answer continues."""
         token = chosen.token
         request.tokens.append(token)
         if request.first_token_s is None:
             request.first_token_s = self._clock.now()
         answered = request.answer_tokens
         early = answered < request.submitted.sampling.min_tokens
-        ends = token in request.ends_on and (not early or request.submitted.guide is not None)  # which knows when it must end
+        ends = token in request.ends_on and (
+            not early or request.submitted.guide is not None
+        )  # the guide decides when it must end
         text = "" if ends or request.stream is None else self._text(request, token)
         finish, reason = None, None
         if ends or request.stops.found:
@@ -175,7 +177,7 @@ class Answering:
 
     @staticmethod
     def _text(request: Request, token: int) -> str:
-        """What is certain of an answer's text now. Stop strings are not looked for before as many tokens as it has to have."""
+        """The certain part of an answer's text. Stop strings count only after the minimum number of tokens."""
         assert request.stream is not None
         text = request.stream.push(token)
         return text if request.answer_tokens <= request.submitted.sampling.min_tokens else request.stops.push(text)

@@ -1,5 +1,5 @@
-"""How much memory a token and a checkpoint take, measured on the pages themselves (the spec says the same without any), and how
-long a request can be for it. Takes nothing.
+"""How much memory a token and a checkpoint take, measured on the pages themselves (or from the spec alone), and how long a
+request can be. Allocates nothing.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def _footprint(spec: ModelSpec, sizes: Mapping[Kind, int]) -> Footprint:
 
 
 def longest_request(cache: Cache, chunk_tokens: int, *, most: int, spills_upto: int | None = None) -> int:
-    """The most tokens that one request can have on the device, to the page, or `most`; with `spills_upto`, one that spills no
-    more than so many of them.
+    """The most tokens that one request can have on the device, to the page, or `most`; with `spills_upto`, for one that spills
+    no more tokens than that.
     """
     step = cache.spec.boundary_step
     could_hold = partial(cache.could_hold, chunk_tokens=chunk_tokens, spills_upto=spills_upto)

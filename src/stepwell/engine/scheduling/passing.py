@@ -1,4 +1,4 @@
-"""Which passes run now: at once, behind one that is not read yet, or with a draft's guesses. Plans none itself.
+"""How the next passes run: at once, overlapped with the one in flight, or with a draft's guesses. Plans none itself.
 
 step n      start pass n, then read pass n-1: the device has work while the host reads
 """
@@ -23,7 +23,7 @@ class Passing:
         self, runner: Passes, speculation: Speculation | None, cache: Cache, scheduler: Scheduler, answering: Answering
     ) -> None:
         self.count = 0  # of passes that were run
-        self.unread: Unread | None = None  # the pass that runs while its requests are already planned further
+        self.unread: Unread | None = None  # the pass in flight, whose requests are already planned further
         self.reads_later = speculation is None and isinstance(runner, Runner) and runner.goes_ahead
         self._runner = runner
         self._speculation = speculation
@@ -34,13 +34,13 @@ class Passing:
         self._chunks: Sequence[Chunk] = ()  # of the pass that was begun last
 
     def forget(self, *, kernels: bool = False) -> None:
-        """Nobody will read the pass that runs. `kernels`: nor were any that failed, for others run from now on."""
+        """Drops the pass in flight. `kernels`: also the failures of kernels, for others run from now on."""
         self.unread = None
         if kernels:
             self._failed_kernels = 0
 
     def go_ahead(self) -> None:
-        """Starts the pass behind the one in flight, where there is one to start; then reads the one that was in flight."""
+        """Starts the pass after the one in flight, if there is one to start; then reads the one that was in flight."""
         before = self.unread
         if before is None:
             return
@@ -59,8 +59,8 @@ class Passing:
             self._answering.take(before)
 
     def put_back(self) -> None:
-        """After a pass that found no memory: reads the pass before it, and lets its own requests wait to be computed again, from
-        what is cached of them. What it left in their pages is not known.
+        """After a pass that ran out of memory: reads the one before it, and queues its requests to be computed again from what
+        is cached of them. The content of their pages is unknown.
         """
         self.read()
         for chunk in reversed(self._chunks):
@@ -68,11 +68,11 @@ class Passing:
                 self._scheduler.put_back(chunk.request)
 
     def _can_be_read_later(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the host needs no more of a pass than its tokens, and may read them while the next one runs."""
+        """Whether the host needs only the tokens of a pass, and may read them while the next one runs."""
         return self.reads_later and not any(chunk.arriving or _needs_host(chunk) for chunk in chunks)
 
     def _start(self, chunks: Sequence[Chunk], before: Unread | None = None) -> None:
-        """Starts a pass that is read when the next one was started."""
+        """Starts a pass that is read after the next one was started."""
         assert isinstance(self._runner, Runner), f"{self._runner} is read before the next pass"
         self._chunks = chunks
         self.unread = self._runner.start(chunks, before)
@@ -82,7 +82,7 @@ class Passing:
         self.count_fallbacks()
 
     def _begins(self, chunks: Sequence[Chunk]) -> None:
-        """The device begins with these only now, for it was busy with the pass before: how long prompts take is measured."""
+        """The device begins with these only now, after the previous pass: the computing time of prompts is measured."""
         for chunk in chunks:
             lease = chunk.request.lease
             if lease is not None and chunk.start < lease.prompt_tokens:
@@ -104,7 +104,7 @@ class Passing:
         self._answering.choose(chunks, chosen)
 
     def count_fallbacks(self) -> None:
-        """Kernels of the model and of its draft that failed in this pass, and run in plain torch from now on."""
+        """Kernels of the model and of its draft that failed in this pass, and are replaced by plain torch from now on."""
         draft = None if self._speculation is None else self._speculation.kernels
         failed = len(self._runner.kernels.failed) + (0 if draft is None else len(draft.failed))
         if failed > self._failed_kernels:
@@ -113,6 +113,6 @@ class Passing:
 
 
 def _needs_host(chunk: Chunk) -> bool:
-    """Whether the host reads more than a chunk's token, or has to know that token before the next one is chosen."""
+    """Whether the host reads more than a chunk's token, or needs that token before the next one is chosen."""
     sampling = chunk.request.submitted.sampling
     return bool(chunk.prompt_targets) or (chunk.completes and (sampling.logprobs is not None or chunk.request.needs_tokens))

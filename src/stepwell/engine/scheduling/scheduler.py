@@ -1,10 +1,10 @@
-"""Who computes what in the next pass: admission, waiting for each other's prefixes, chunks, preemption.
+"""The requests that compute in the next pass: admission, waiting for shared prefixes, chunks, preemption.
 
-    waiting   no lease: its pages may be on their way from the store, another may be computing its prefix, or there is no room
-    active    has a lease; runs once its bytes are there, or are on their way and nobody else would run
+    waiting   no lease: its pages are being fetched, another request computes its prefix, or there is no space
+    active    has a lease; runs once its bytes have arrived, or while they arrive if no other request would run
 
-Every request that runs gets its next tokens: one that decodes its single token and room for those that a draft may guess,
-others a chunk, up to a budget in all. Computes nothing, samples nothing. One thread.
+Every request that runs gets its next tokens: a decoding one its single token and space for guesses of a draft, others a chunk,
+up to a budget in all. Computes nothing, samples nothing. One thread.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stepwell.store_tier.ticket import Ticket
 from stepwell.tiers.lease import Lease
 from stepwell.tree.match import Match
 
-MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, for itself alone
-NO_ROOM = "the device tier has no room for this request, even alone; shorten it"
-Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, when so many decode
-HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, beside chunks that are planned
-TOLD_AT_ONCE = 256  # tokens of prompts whose logits a pass keeps: as many rows of the vocabulary's length
-PROMPT_SHARE = 4  # one part in so many of a pass is kept for prompts
+MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, unpublished
+NO_ROOM = "the device tier has no space for this request, even alone; shorten it"
+Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, given the number of decoding ones
+HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, in addition to planned chunks
+TOLD_AT_ONCE = 256  # tokens of prompts whose logits a pass keeps: each keeps one vocabulary-sized row
+PROMPT_SHARE = 4  # the fraction of a pass that is kept for prompts is 1 / PROMPT_SHARE
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
 
@@ -39,11 +39,11 @@ class Limits:
 
     max_running: int = 32
     chunk_tokens: int = 512  # computed in one pass, over all requests
-    patience_s: float = 10.0  # after which a request is served in its turn, however little is cached or urgent others are
+    patience_s: float = 10.0  # after which a request is served in its turn, regardless of cached tokens and priorities
 
     @property
     def prompt_tokens(self) -> int:
-        """The share of a pass that prompts have however many requests decode: without it those would starve prompts."""
+        """The share of a pass reserved for prompts, whatever the number of decoding requests: these would starve prompts."""
         return max(self.chunk_tokens // PROMPT_SHARE, 1)
 
     def __post_init__(self) -> None:
@@ -60,28 +60,28 @@ class Scheduler:
         self.failed: list[tuple[Request, str]] = []  # that cannot run, and why, for the engine to end
         self._cache = cache
         self._step = cache.spec.boundary_step
-        self._has_points = bool(cache.spec.parts(Kind.POINT))  # which passes copy at a stop
+        self._has_points = bool(cache.spec.parts(Kind.POINT))  # copied by passes at a stop
         self._clock = clock
         # Tokens shared with waiting requests, by lease, then by request and the length of its prompt, which preemption changes.
         self._compared: dict[LeaseId, dict[tuple[int, int], int]] = {}
-        self._full = False  # since a preemption nobody has left: admitting one would only preempt another
+        self._full = False  # no active request has ended since a preemption: admitting one would only preempt another
 
     # ---- coming and going -------------------------------------------------------------------------
 
     def enter(self, request: Request) -> None:
-        """Queues a request, and starts to bring up what the store has of it. Raises BadTokens, and queues nothing."""
+        """Queues a request, and starts to fetch what the store has of it. Raises BadTokens, and queues nothing."""
         self._prefetch(request)
         self.waiting[request.id] = request
 
     def leave(self, request: Request) -> None:
-        """Takes a request out, wherever it stands, and gives back what it holds."""
+        """Removes a request in any state, and releases what it holds."""
         self.waiting.pop(request.id, None)
         self.active.pop(request.id, None)
         self._let_go(request)
         self._full = False
 
     def put_back(self, request: Request) -> None:
-        """Takes an active request's memory and lets it wait again, before all others. What it computed stays cached for now."""
+        """Preempts an active request: releases its memory and queues it first. What it computed stays cached for now."""
         del self.active[request.id]
         self._let_go(request)
         request.match, request.waits_since_s = None, self._clock.now()
@@ -105,7 +105,7 @@ class Scheduler:
             request.lease, request.started, request.started_copies = None, 0, False
 
     def limit_in_s(self) -> float:
-        """How soon a waiting request stops waiting for the store, whatever has come by then: infinity where none has a limit."""
+        """How soon a waiting request stops waiting for the store, whatever has arrived by then: infinity without a limit."""
         now = self._clock.now()
         tickets = (each.ticket for each in self.waiting.values())
         return min((each.ended_s - now for each in tickets if each is not None and each.awaited and not each.ready), default=inf)
@@ -113,7 +113,7 @@ class Scheduler:
     # ---- admission --------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Leases as many waiting requests as there is room for, those with the least to compute first."""
+        """Leases waiting requests while there is space, those with the least to compute first."""
         if not self.waiting or (self._full and self.active) or len(self.active) >= self.limits.max_running:
             return
         for request, match in self._in_order():
@@ -126,12 +126,12 @@ class Scheduler:
             except NoRoom as error:
                 if not self.active and not error.waiting and not self._cache.copying:
                     self.failed.append((request, NO_ROOM))
-                return  # nobody overtakes it: a large request would never begin
-            except Exception as error:  # whatever is wrong with one request, the others go on
+                return  # others must not overtake it: a large request would never begin
+            except Exception as error:  # an error of one request must not stop the others
                 self.failed.append((request, f"{type(error).__name__}: {error}"))
 
     def _in_order(self) -> list[tuple[Request, Match]]:
-        """Those who waited too long, as they came; then the urgent; among these, who was preempted, then the least to compute."""
+        """Requests that waited too long in order; then urgent ones; among these, preempted ones, then the least to compute."""
         now = self._clock.now()
 
         def turn(request: Request) -> tuple[bool, float]:
@@ -177,7 +177,7 @@ class Scheduler:
         return request.submitted.use_cache and request.failures < MAX_FAILED_LEASES
 
     def _awaits_another(self, request: Request, match: Match) -> bool:
-        """Whether an active request is about to compute more of this prompt than is cached: then it is worth waiting for."""
+        """Whether an active request is about to compute more of this prompt than is cached: then waiting for it pays."""
         if not self._trusts_cache(request):
             return False
         step = self._step
@@ -194,7 +194,7 @@ class Scheduler:
         return False
 
     def _shared(self, lease: Lease, number: int, match: Match) -> int:
-        """Tokens that a lease and a waiting request begin with alike, to the last boundary that the request could resume at.
+        """The length of the common prefix of a lease and a waiting request, to the last boundary where the request could resume.
 
         Their prompts do not change while one runs and the other waits, so they are compared once and not in every step.
         """
@@ -208,16 +208,16 @@ class Scheduler:
     # ---- the next pass ----------------------------------------------------------------------------
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next pass, with room for all of them; those of one token first. All that was started is read."""
+        """The chunks of the next pass, with space for all of them; single tokens first. No pass may be in flight."""
         arriving = self._arriving()
         running = [each for each in self.active.values() if each.runs or each.id in arriving]
         return self._cut(running, self._room_for, arriving)
 
     def plan_ahead(self) -> list[Chunk]:
-        """The chunks of the pass behind the one in flight: every request goes on from where that leaves it.
+        """The chunks of the pass after the one in flight: every request continues from where that leaves it.
 
-        Empty if some request would need pages of another: none are taken before what was computed in them is cached. Empty also
-        if a request must publish its point state first: a stop that was asked for later, or had no page, has no copy of it.
+        Empty if some request would need pages of another: preemption must wait until their content is cached. Empty also if a
+        request must publish its point state first: a stop that was requested later, or had no page, has no copy of it.
         """
         if self._has_points and any(self._hands_over_next(each) for each in self.active.values()):
             return []
@@ -231,19 +231,19 @@ class Scheduler:
         decoding = [each for each in running if len(each.tokens) - each.reached <= 1]
         for request in decoding:
             if request.id not in self.active:
-                continue  # another took its room
+                continue  # another request took its space
             start, ahead = request.reached, self._ahead_of(request, len(decoding))
             if ahead or has_room(request, start + 1, chunks):
                 loads = arriving.get(request.id, ())
                 chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
-        # Guesses come on top: prompts are cut as they are without.
+        # Guesses are additional: prompts are divided as without them.
         budget = max(self.limits.chunk_tokens - len(chunks), self.limits.prompt_tokens)
         told = TOLD_AT_ONCE
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
             if budget <= 0:
                 break
             if request.id not in self.active:
-                continue  # another took its room
+                continue  # another request took its space
             if request.wants_prompt_logprobs and not told:
                 continue
             start, end = request.reached, self._chunk_end(request, min(budget, told) if request.wants_prompt_logprobs else budget)
@@ -254,43 +254,43 @@ class Scheduler:
         self._note_first(chunks)
         if self._has_points:
             chunks = [self._copying(chunk) for chunk in chunks]
-        return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # alike lengths side by side
+        return sorted(chunks, key=lambda chunk: (chunk.size > 1, chunk.end))  # similar lengths next to each other
 
     def _note_first(self, chunks: Sequence[Chunk]) -> None:
         for request in (chunk.request for chunk in chunks if chunk.request.computes_s is None):
             request.computes_s = self._clock.now()
 
     def _goes_on(self, request: Request) -> bool:
-        """Whether a request can be computed further before what was started of it is read: not behind its last token."""
+        """Whether a request can be computed further before its started passes are read: not after its last token."""
         lease = request.lease
         is_last = request.reached == len(request.tokens) and request.answer_tokens + 1 >= request.max_tokens
         return lease is not None and lease.ready and not is_last
 
     def _copying(self, chunk: Chunk) -> Chunk:
-        """With the page for its point, where it ends at a stop. Only once all chunks have room: a checkpoint is not worth one."""
+        """Adds the page for its point, if it ends at a stop. Only once all chunks have space: never worth a preemption."""
         assert chunk.request.lease is not None
         copy = self._cache.copy_point(chunk.request.lease, chunk.end)
         return chunk if copy is None else replace(chunk, point_copy=copy)
 
     def _hands_over_next(self, request: Request) -> bool:
-        """Whether what was started of a request and is not read ends at one of its stops, without a copy of its point state."""
+        """Whether a request's pass in flight ends at one of its stops, without a copy of its point state."""
         lease = request.lease
         if lease is None or not lease.ready or not lease.publishes or request.started_copies:
             return False
         return request.reached == self._cache.next_stop(lease)
 
     def _grown(self, request: Request, upto: int, _planned: list[Chunk]) -> bool:
-        """Gets pages for a chunk, if they can be had without taking anybody's. Raises NoRoom."""
+        """Allocates pages for a chunk, without preempting another request. Raises NoRoom."""
         assert request.lease is not None
         self._cache.grow(request.lease, upto)
         return True
 
     def _arriving(self) -> dict[int, tuple[Arriving, ...]]:
-        """Who may begin while its bytes are on their way, and with what they come: the first whose load is queued, and those who
-        wait for nothing else.
+        """Requests that may begin while their bytes arrive, with their loads: the first whose load is queued, and those that wait
+        for nothing else.
 
-        Nobody does while another runs: that one would wait for bytes it does not need, and its passes hide the load as well.
-        Nor where there is a draft: it looks at the pages of a lease from the host.
+        None while another request runs: it would wait for bytes that it does not need, and its passes hide the load as well.
+        None with a draft either: it reads the pages of a lease from the host.
         """
         if self._ahead is not None or any(each.runs for each in self.active.values()):
             return {}
@@ -303,7 +303,7 @@ class Scheduler:
         return found
 
     def _ahead_of(self, request: Request, decoding: int) -> int:
-        """How many tokens are guessed for a request that decodes, with room for them; nobody else's is taken for guesses."""
+        """The number of tokens to guess for a decoding request, with space for them; guesses never preempt another request."""
         ahead = self._ahead(request, decoding) if self._ahead is not None else 0
         if ahead:
             assert request.lease is not None
@@ -320,7 +320,7 @@ class Scheduler:
         return end if stop is None else min(end, stop)
 
     def _room_for(self, request: Request, upto: int, planned: list[Chunk]) -> bool:
-        """Gets pages for a chunk, if need be by taking those of whoever matters least; false when it must wait."""
+        """Allocates pages for a chunk, preempting the least urgent requests if necessary; False if it must wait."""
         while True:
             assert request.lease is not None
             try:
@@ -328,7 +328,7 @@ class Scheduler:
                 return True
             except NoRoom as error:
                 if error.waiting or self._cache.copying:
-                    return False  # room is on its way: what copies read is free when they end
+                    return False  # space is being freed: what copies read is free when they end
                 victim = min(self.active.values(), key=lambda each: (each.submitted.priority, -each.arrived_s))
                 if victim is request and len(self.active) == 1:
                     self._make_alone_fit(request)
@@ -339,8 +339,8 @@ class Scheduler:
                     return False
 
     def _make_alone_fit(self, request: Request) -> None:
-        """Its pages lie scattered over the device: a fresh start packs them, once. What it had leaves the device for that: it
-        would be found again where it lies.
+        """Its pages are scattered over the device: a fresh start packs them, once. Its content is evicted for that:
+        otherwise it would be found again in the same places.
         """
         if request.repacked_at == request.position:
             self.failed.append((request, NO_ROOM))
@@ -356,12 +356,12 @@ class Scheduler:
 
 
 def _waited_until(ticket: Ticket | None, now_s: float) -> float | None:
-    """When a request waited for the store no more; None where the store was not asked."""
+    """When a request stopped waiting for the store; None if the store was not queried."""
     return min(ticket.ended_s, now_s) if ticket is not None and ticket.asked else None
 
 
 def _shared_bytes(one: bytes, other: bytes, unit: int) -> int:
-    """Bytes that two prompts begin with alike, in whole units. Looks at twice as much each time: most differ soon."""
+    """The length of the common prefix of two prompts, in whole units. Compares twice as much each time: most differ soon."""
     start, size, end = 0, unit, min(len(one), len(other)) // unit * unit
     while start < end and one.startswith(other[start : start + size], start):
         start, size = start + size, min(2 * size, end - start - size)

@@ -130,7 +130,7 @@ def pages_of(engine: Engine, tokens: list[int], names: Sequence[str]) -> list[to
     made = [pages.state_PLRE(name)[ids].clone() for name in names if name != "swa"]
     for node in match.path if "swa" in names else ():
         for left in (node.checkpoints or {}).values():
-            held = left.held[Tier.DEVICE]
+            held = left.residencies[Tier.DEVICE]
             assert held is not None
             made.append(pages.state_PLRE("swa")[torch.from_numpy(held.windows).long()].clone())
     return made

@@ -63,7 +63,7 @@ def test_window_and_point_of_a_boundary_come_and_go_together() -> None:
         rig.serve([*text(1, 8), *text(name, 13)])
         for node in rig.tree.nodes():
             for checkpoint in (node.checkpoints or {}).values():
-                for residency in checkpoint.held:
+                for residency in checkpoint.residencies:
                     span = rig.spec.window_span(checkpoint.page * 4)
                     assert residency is None or (len(residency.windows), len(residency.points)) == (len(span), 1)
 

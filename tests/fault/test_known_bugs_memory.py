@@ -19,7 +19,7 @@ def test_dropping_a_prefix_leaves_window_pages_that_changed_hands_alone() -> Non
     rig.serve(old)
     checkpoint = rig.cache.lookup(old).checkpoint
     assert checkpoint is not None
-    residency = checkpoint.held[Tier.DEVICE]
+    residency = checkpoint.residencies[Tier.DEVICE]
     assert residency is not None
     freed = set(residency.windows.tolist())
     drop_residency(rig.tree, residency, rig.state.loss(LossReason.EVICTED, Tier.DEVICE))

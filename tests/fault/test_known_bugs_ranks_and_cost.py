@@ -16,7 +16,7 @@ from stepwell import Kind, Lease, LeaseState, NoRoom, Point, StateSpec, Tier, Wr
 from stepwell.base.tasks import Plan, Purpose
 from stepwell.transfer.copy_engine import Work
 from stepwell.tree import eviction_order
-from stepwell.tree.tails import Tails
+from stepwell.tree.evictable import EvictableSuffixes
 from toys import EVICTIONS, FULL, FULL_POINT, HYBRID, KV, OBJECT_BYTES, SMALL_PAGES, Rig, model, text
 
 
@@ -192,11 +192,11 @@ def _run_traced(hash_seed: str) -> str:
 
 
 class _Ops:
-    """Counts what eviction does: pushes and pops on the order, and looks at a run's tail."""
+    """Counts what eviction does: pushes and pops on the order, and searches for evictable suffixes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (Tails, "of")):
+        for module, name in ((eviction_order, "heappush"), (eviction_order, "heappop"), (EvictableSuffixes, "of")):
             monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
 
     def _counted(self, function):  # type: ignore[no-untyped-def]

@@ -35,6 +35,6 @@ class QuotaWatch:
             if run is not None and run.entry:
                 yield run, node.account
             for checkpoint in (node.checkpoints or {}).values():
-                residency = checkpoint.held[tier]
+                residency = checkpoint.residencies[tier]
                 if residency is not None and residency.entry:
                     yield residency, node.account

@@ -26,7 +26,7 @@ def test_a_busy_server_shows_what_it_holds_and_where_prompts_came_from(busy: Run
     assert page.locator("#sources svg g rect").count() >= 2, "a column with its parts"
     assert [each.inner_text() for each in page.locator("#tiers .tier strong").all()] == ["device", "host", "store"]
     assert page.locator("#paths tbody tr").count() >= 3 and "branch off" in text_of(page, "#paths")
-    assert "end of a prompt" in text_of(page, "#checkpoints") and "prompts part here" in text_of(page, "#checkpoints")
+    assert "end of a prompt" in text_of(page, "#checkpoints") and "prompts diverge here" in text_of(page, "#checkpoints")
     assert "None." in text_of(page, "#requests")
     assert "closed" in text_of(page, "#store") and "The admin token shows what it holds." in text_of(page, "#store")
     page.click("summary")

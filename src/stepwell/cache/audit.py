@@ -72,7 +72,7 @@ def _kept_by_tree(state: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:
             if run is not None:
                 yield run.tier, Kind.PREFIX, run.ids[run.ids != ABSENT]
         for checkpoint in (node.checkpoints or {}).values():
-            for residency in checkpoint.held:
+            for residency in checkpoint.residencies:
                 if residency is not None:
                     for kind, ids in residency.spans():
                         yield residency.tier, kind, ids
@@ -118,7 +118,7 @@ def _audit_users(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin]
     pinned = list(_pinned(state, leases, pins, links))
     for node in state.tree.nodes():
         for checkpoint in (node.checkpoints or {}).values():
-            pinned += [residency for residency in checkpoint.held if residency is not None and residency.users]
+            pinned += [residency for residency in checkpoint.residencies if residency is not None and residency.users]
     times = Counter(id(residency) for residency in _pinned(state, leases, pins, links))
     for residency in pinned:
         assert residency.users == times[id(residency)], f"{residency.users=} but it is pinned {times[id(residency)]} times"

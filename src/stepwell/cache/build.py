@@ -143,7 +143,7 @@ def build_cache(
         row_pages = RowPages(arenas[Tier.DEVICE])
     reuse = ReuseModel(spec.page_tokens)
     value = tuning.eviction or Expected(reuse)
-    tree = Tree(spec, arenas, value, config.memory_quotas, row_pages=row_pages, repeats_first=config.write.is_exclusive)
+    tree = Tree(spec, arenas, value, config.memory_quotas, row_pages=row_pages, evict_duplicates_first=config.write.is_exclusive)
     counters, wakeup = counters or Counters(), Wakeup()
     state = CacheState(
         spec=spec,

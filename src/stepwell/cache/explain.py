@@ -33,8 +33,8 @@ class Cause(Enum):
     NO_CHECKPOINT = "no checkpoint was left between here and where the known text ends"
     ARRIVING = "the bytes are still on their way"
     IN_STORE = "it is in the store, not in memory"
-    EVICTED = "it was evicted to make room"
-    OVER_QUOTA = "it was evicted to make room, its tenant being over its memory quota"
+    EVICTED = "it was evicted to free memory"
+    OVER_QUOTA = "it was evicted to free memory, since its tenant was over its memory quota"
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "it was cleared on request"
@@ -208,7 +208,7 @@ def _missing_checkpoint(state: CacheState, match: Match) -> Explanation:
     for node in reversed(match.path):
         for checkpoint in (node.checkpoints or {}).values():
             if first < checkpoint.page <= last and not checkpoint.ready:
-                held = next(residency for residency in checkpoint.held if residency is not None)
+                held = next(residency for residency in checkpoint.residencies if residency is not None)
                 return _because(state, match, Cause.ARRIVING, states=states, tier=held.tier)
         losses = [(page, loss) for page, loss in state.tree.lost_checkpoints.of(node).items() if first < page <= last]
         if losses:

@@ -1,11 +1,11 @@
-"""How long computing a prompt and fetching it are expected to take, learned from how long they took. Pure.
+"""Predicts how long computing or fetching a prompt takes, from measurements. Pure.
 
     seconds to compute  =  pace * (passes * a  +  tokens * b  +  (pairs of a token and one before it) * c)
     seconds to fetch    =  pace * (a  +  bytes * b)
 
-The prices a, b and c are fitted to the latest measurement of each size, so that what long prompts cost through attention is not
-forgotten over short ones. The pace says how much slower everything is by now than when those were measured: it follows each
-measurement of a size that was measured before. So a first measurement that was wrong is corrected within two or three.
+The prices a, b and c are fitted to the latest measurement of each size, so that many short prompts do not hide the cost of
+attention in long ones. The pace says how much slower everything is now than when those were measured. It follows every
+measurement of a size that was measured before, so a wrong first measurement is corrected within two or three.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-FOLLOWS, FOLLOWS_FAR = 0.5, 0.9  # how much of a ratio the pace follows: within the next, and beyond it
-FAR_OFF, FAR_OFF_NEW = 1.5, 2.0  # of a size that was measured before, and of one that was not
-PRIOR = 0.02  # weight of "costs nothing" for all amounts but the main one: as long as measurements do not tell them apart
-TOKENS_PER_PASS = 512  # what a pass may cost beyond its tokens, in tokens
-ALIKE_TOKENS = 32_768  # before a token, for attention to them to cost about as much as all else
-BYTES_PER_CALL = 4 << 20  # what a call may cost, in bytes
+FOLLOWS, FOLLOWS_FAR = 0.5, 0.9  # the exponents by which the pace follows a ratio near 1, and one that is far off
+FAR_OFF, FAR_OFF_NEW = 1.5, 2.0  # a ratio beyond this is far off, for a size that was measured before and for a new one
+PRIOR = 0.02  # weight of price 0 for all amounts but the main one, until measurements distinguish them
+TOKENS_PER_PASS = 512  # the unit of a pass's fixed cost, in tokens
+ALIKE_TOKENS = 32_768  # with this many tokens before it, a token costs about as much through attention as otherwise
+BYTES_PER_CALL = 4 << 20  # the unit of a call's fixed cost, in bytes
 
 Numbers = npt.NDArray[np.float64]
 
@@ -32,14 +32,14 @@ class _Sample(NamedTuple):
 
 
 class Fit:
-    """Seconds as a sum over amounts, none of them with a negative price. Knows nothing before the first measurement."""
+    """Predicts seconds as a sum of amounts times prices, none of them negative. Knows nothing before the first measurement."""
 
     def __init__(self, *, main: int) -> None:
-        """`main` is the amount that everything is put down to before more is known."""
+        """`main` is the index of the amount to which all cost is attributed at first."""
         self._main = main
         self._pace = 1.0
         self._prices: Numbers | None = None
-        self._changed = False  # a size was measured again since: the fit is made when somebody asks, not in a pass
+        self._changed = False  # a size was measured again: prices are fitted when they are next needed, not during a pass
         self._samples: dict[Hashable, _Sample] = {}
 
     @property
@@ -52,7 +52,7 @@ class Fit:
         return None if self._prices is None else self._pace * float(np.asarray(amounts) @ self._prices)
 
     def measure(self, size: Hashable, amounts: Sequence[float], seconds: float) -> None:
-        """`size` is the same for measurements that are alike. Amounts are in units that may be expected to cost alike."""
+        """Similar measurements have the same `size`. Amounts are in units of about equal cost."""
         x = np.asarray(amounts, np.float64)
         if seconds <= 0 or x[self._main] <= 0:
             return
@@ -71,7 +71,7 @@ class Fit:
             self._fit()
 
     def _expected(self, size: Hashable, x: Numbers) -> float | None:
-        """By the measurement of the same size, else by the fit, where that has seen enough to say."""
+        """Predicted from the measurement of the same size, or from the fit if that has enough measurements."""
         before = self._samples.get(size)
         if self._prices is None or (before is None and len(self._samples) < len(x)):
             return None
@@ -83,7 +83,7 @@ class Fit:
         self._prices, self._changed = self._fitted(), False
 
     def _fitted(self) -> Numbers:
-        """Least squares over relative errors. What would get a negative price costs nothing."""
+        """Prices by least squares over relative errors; negative ones are set to 0."""
         amounts = np.array([each.amounts / each.seconds for each in self._samples.values()])
         others = np.arange(amounts.shape[1]) != self._main
         prior = PRIOR * np.diag(others * amounts[:, self._main].mean())
@@ -100,7 +100,7 @@ class Fit:
 
 
 class ComputeTime:
-    """How long prompts take to compute on this machine. `tokens_per_s` where that is given, and not to be measured."""
+    """How long prompts take to compute on this machine: measured, unless `tokens_per_s` is given."""
 
     def __init__(self, tokens_per_s: float | None = None) -> None:
         self._given = tokens_per_s
@@ -108,7 +108,7 @@ class ComputeTime:
         self._pass_tokens = 1  # of the largest pass so far
 
     def measure(self, spans: Iterable[tuple[int, int]], seconds: float) -> None:
-        """One pass over tokens `start` .. `end` of one or more prompts."""
+        """Records one pass over tokens `[start, end)` of one or more prompts."""
         tokens, pairs = 0, 0.0
         for start, end in spans:
             tokens += end - start
@@ -118,7 +118,7 @@ class ComputeTime:
         self._fit.measure(size, _compute_units(1, tokens, pairs), seconds)
 
     def seconds(self, start: int, end: int) -> float | None:
-        """To compute tokens `start` .. `end` of a prompt alone; None before anything was measured."""
+        """The time to compute tokens `[start, end)` of a single prompt; None before the first measurement."""
         if self._given is not None:
             return (end - start) / self._given
         passes = -(-(end - start) // self._pass_tokens)
@@ -126,11 +126,11 @@ class ComputeTime:
 
 
 class FetchTime:
-    """How long a store takes to deliver so many bytes, with all its readers."""
+    """How long a store takes to deliver a number of bytes with all its readers."""
 
     def __init__(self) -> None:
         self._fit = Fit(main=1)
-        self.measured_s = float("-inf")  # when it was measured last
+        self.measured_s = float("-inf")  # the time of the last measurement
 
     @property
     def is_known(self) -> bool:

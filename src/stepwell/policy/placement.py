@@ -1,4 +1,4 @@
-"""Which boundaries of a request get a checkpoint. Pure: positions in, positions out.
+"""Chooses the boundaries of a request that get a checkpoint. Pure: positions in, positions out.
 
 tokens    0 ......... resume ....................... prompt end
                         |--- known path ---|branch
@@ -17,9 +17,9 @@ from stepwell.base.errors import ConfigError
 from stepwell.base.ids import Kind
 from stepwell.base.spec import ModelSpec
 
-LONGEST_STEP = 1 << 40  # tokens: a step beyond any prompt is none
-INTERVAL_TOKENS = 8192  # of a prompt that is cut off somewhere, so much is computed again at most
-MOST_ADDED = 0.125  # to the bytes of the pages: one of Kimi-K3's every 8,192 tokens would take twice the room of its pages
+LONGEST_STEP = 1 << 40  # tokens; longer than any prompt
+INTERVAL_TOKENS = 8192  # a prompt that diverges anywhere computes at most this number of tokens again
+MOST_ADDED = 0.125  # of the bytes of pages: a checkpoint of Kimi-K3 every 8,192 tokens would take twice the bytes of its pages
 
 
 class Trigger(Enum):
@@ -28,21 +28,21 @@ class Trigger(Enum):
     PROMPT_END = "end of a prompt"
     ANSWER = "end of an answer so far"
     HINT = "end of a system prompt, or a hint"
-    BRANCH = "prompts part here"
-    INTERVAL = "every so many tokens"
+    BRANCH = "prompts diverge here"
+    INTERVAL = "at a regular interval"
     ASKED = "another request waited for it, or the engine chose it"
     STORE = "came from the store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRules:
-    """Where checkpoints are left. The defaults are what ships; the simulator compares them with others."""
+    """Where checkpoints are left. The defaults are used in production; the simulator compares them with others."""
 
-    interval_tokens: int = INTERVAL_TOKENS  # absolute multiples of this, or of what `most_added` makes of it; 0 for none
-    most_added: float | None = MOST_ADDED  # the interval is doubled until its checkpoints add no more; None: never
+    interval_tokens: int = INTERVAL_TOKENS  # at absolute multiples of this, before `most_added` extends it; 0 for none
+    most_added: float | None = MOST_ADDED  # the interval is doubled until checkpoints add no more than this; None: never
     decode_interval_tokens: int = PlacementConfig().decode_interval_tokens  # while an answer grows; only the last one is kept
-    at_branch: bool = True  # where a request leaves a path that is already known: others will leave it there too
-    at_prompt_end: bool = True  # where the next turn of a conversation goes on
+    at_branch: bool = True  # where a request diverges from a known path, since others will diverge there too
+    at_prompt_end: bool = True  # where the next turn of a conversation continues
 
     def __post_init__(self) -> None:
         if self.interval_tokens < 0 or self.decode_interval_tokens < 0:
@@ -52,7 +52,7 @@ class PlacementRules:
 
 
 def rules_for(config: PlacementConfig) -> PlacementRules:
-    """What ships, with the operator's intervals. One that is given is kept as it is; else the model's bytes stretch it."""
+    """The default rules with the operator's intervals. A given interval is exact; the default depends on the model's bytes."""
     if config.interval_tokens is None:
         return PlacementRules(decode_interval_tokens=config.decode_interval_tokens)
     return PlacementRules(
@@ -79,19 +79,19 @@ def prompt_stops(
 
 
 def next_decode_stop(spec: ModelSpec, rules: PlacementRules, *, position: int) -> int | None:
-    """The next boundary after `position` at which a growing answer leaves a checkpoint."""
+    """The next boundary after `position` where a growing answer leaves a checkpoint."""
     step = _legal_step(spec, rules.decode_interval_tokens)
     if not step or not spec.needs_checkpoint:
         return None
     stop = position - position % step + step
-    # Of two stops in a row at least one needs a checkpoint, or none ever does.
+    # At least one of two successive stops needs a checkpoint, or none ever does.
     return next((each for each in (stop, stop + step) if spec.needs_checkpoint_at(each)), None)
 
 
 def trigger_of(
     spec: ModelSpec, rules: PlacementRules, boundary: int, *, known: int, prompt_tokens: int, hints: Iterable[int] = ()
 ) -> Trigger:
-    """Why a request leaves a checkpoint at `boundary`; the first that holds, of what could be said. `known` as above."""
+    """Why a request leaves a checkpoint at `boundary`: the first reason that applies. `known` is as in `prompt_stops`."""
     if boundary >= prompt_tokens:
         return Trigger.INTERVAL if is_milestone(spec, rules, boundary) else Trigger.ANSWER
     if boundary == spec.usable(prompt_tokens):
@@ -104,24 +104,24 @@ def trigger_of(
 
 
 def is_milestone(spec: ModelSpec, rules: PlacementRules, boundary: int) -> bool:
-    """Whether `boundary` is a multiple of the milestone step; those are kept in prompts and answers alike."""
+    """Whether `boundary` is a multiple of the milestone step. Milestones are kept in prompts and in answers."""
     step = milestone_step(spec, rules)
     return step > 0 and boundary % step == 0
 
 
 def milestone_step(spec: ModelSpec, rules: PlacementRules) -> int:
-    """The interval in legal boundaries, doubled until checkpoints at its multiples add no more than they may; 0 for none.
+    """The interval in legal boundaries, doubled until its checkpoints add no more bytes than allowed; 0 for none.
 
-    A model without prefix pages has nothing to compare them with, and keeps its interval.
+    A model without prefix pages has no bytes to compare them with, and keeps its interval.
     """
     step = _legal_step(spec, rules.interval_tokens)
     page_bytes = spec.object_bytes(Kind.PREFIX)
     if not step or rules.most_added is None or not page_bytes:
         return step
-    # On the device: how checkpoints are kept below it changes no prompt's cuts.
+    # Device bytes, so that the format of checkpoints in lower tiers does not change the chunks of prompts.
     window_bytes, point_bytes = spec.device_bytes(Kind.WINDOW), spec.device_bytes(Kind.POINT)
     while step <= LONGEST_STEP:
-        # Neighbours share windows that overlap, so what one adds is what the first one has.
+        # Neighbours share overlapping windows, so each adds as many bytes as the first one has.
         added = len(spec.window_span(step)) * window_bytes + point_bytes if spec.needs_checkpoint_at(step) else 0
         if added <= rules.most_added * (step // spec.page_tokens * page_bytes):
             return step

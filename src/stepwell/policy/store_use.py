@@ -1,27 +1,27 @@
-"""How a store is used: whether it is asked at all, how deep it takes a prompt, and how long a request may wait for it. Pure.
+"""How a store is used: whether it is called at all, how deep a prompt it provides, and how long a request may wait for it. Pure.
 
-**The breaker** leaves a failing store alone, and tries it again after a while:
+**The breaker** stops calls to a failing store, and tries it again after a while:
 
     CLOSED --failures in a row--> OPEN --cool-off--> one try --success--> CLOSED
                                     ^------failure, longer cool-off------'
 
-**How deep** is the joint rule over pages and checkpoints:
+**How deep** depends on pages and checkpoints together:
 
     pages      |== in memory ==|== in the store ==|  nowhere
     boundary         a             b     c           deepest one with a checkpoint, or that needs none: c
 
-**How long** a request waits is decided by the seconds that computing and fetching are expected to take (`expected.py`):
+**How long** a request waits depends on the predicted seconds for computing and fetching (`expected.py`):
 
     fetch >= compute, or computing not measured yet      not at all
     fetch <  compute                                     as long as computing
     fetching not measured yet                            UNMEASURED_SHARE of that
 
-and no longer than the operator's limit. So a store that nothing is known of makes a request a tenth slower at most.
+and never longer than the operator's limit. A store that was never measured therefore slows a request down by a tenth at most.
 
-Waits in vain, from which a request got nothing, count as failures of what the store delivers: three in a row open a breaker.
+Waits that gained a request nothing count as failures of the store to deliver: three in a row open a breaker.
 
-**Tuning** bounds all this by values that no operator has a reason to change, each with the reason for it. What operators do
-choose is in `base/config.StoreConfig`. Tests make other tunings, to reach in a few pages what takes millions.
+**Tuning** has bounds that operators have no reason to change, each with its reason. The operators' settings are in
+`base/config.StoreConfig`. Tests use other tunings, to reach with a few pages what otherwise takes millions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from stepwell.base.spec import ModelSpec
 FAILURES_TO_OPEN = 3
 FIRST_COOL_OFF_S, LONGEST_COOL_OFF_S = 1.0, 60.0
 MOST_FALLBACKS = 8  # checkpoints fetched in case the deepest is not reached
-UNMEASURED_SHARE = 0.1  # of computing: a request waits no longer for a store whose speed is not known
-KEPT_OF_MEAN = 0.8  # how much of a running mean the next measurement leaves
+UNMEASURED_SHARE = 0.1  # of the time to compute: the longest wait for a store whose speed is not known
+KEPT_OF_MEAN = 0.8  # the weight of earlier measurements in a running mean
 _POSITIVE = ("op_timeout_s", "backup_queue", "backup_age_s", "backup_bytes")
 
 Flags = npt.NDArray[np.bool_]
@@ -48,31 +48,31 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreTuning:
-    """One store's bounds. The defaults are what ships."""
+    """One store's bounds. The defaults are used in production."""
 
-    # Of the host tier, for fetched pages whose requests have not begun: the other half stays for what is saved from the device.
+    # The share of the host tier for fetched pages whose requests have not begun. The other half is for saves from the device.
     host_share: float = 0.5
-    # The same for a fetch while there is no other: a long prompt is worth more than what it takes the place of for a while, as
-    # it goes on to the device and leaves the host first. Some is left for what the device has to save meanwhile, and for others
-    # (`fetch_room_bytes`).
+    # The same for a fetch that is the only one. A long prompt is worth more than what it displaces for a while, since it moves on
+    # to the device and is evicted from the host first. The rest is for saves from the device, and for other fetches
+    # (`fetch_capacity_bytes`).
     host_share_alone: float = 15 / 16
-    # Of the device tier, what may be evicted for pages that go on to it while others of their prompts are still being fetched.
-    # They are wanted as soon as their requests begin; what is evicted may be wanted sooner. Free room they take in any case.
+    # The share of the device tier that may be evicted for pages whose prompts are still being fetched. They are needed only when
+    # their requests begin, and the evicted pages may be needed sooner. Free memory is used in any case.
     device_share: float = 0.25
-    # One reader's turn. The store knows best (`Traits.turn_bytes`): large enough to be worth a call, small enough to call off.
+    # The bytes of one read call: large enough to be efficient, small enough to cancel. None for `Traits.turn_bytes` of the store.
     fetch_chunk_bytes: int | None = None
-    # Bytes spent on checkpoints before the deepest one. A fetch that is stopped early resumes at one of them; one that is not
-    # has read a quarter more.
+    # The share of bytes spent on checkpoints before the deepest one. A fetch that is stopped early resumes at one of them; any
+    # other fetch reads a quarter more than necessary.
     fallback_share: float = 0.25
-    # Without progress for so long, a store has failed: as long as a request waits for one at most, unless an operator says
-    # otherwise (`prefetch_timeout_s`). Busy disks stall for less.
+    # Without progress for this long, a store has failed. It equals the longest wait of a request for a store, unless the operator
+    # sets another (`prefetch_timeout_s`). Busy disks stall for less.
     op_timeout_s: float = 30.0
-    # Paths in line to be backed up. They hold no memory, so the line may be long; this bounds what is looked through.
+    # Paths waiting to be backed up. They hold no memory, so the queue may be long; this bounds the time to search it.
     backup_queue: int = 4096
-    # After which a path in line is dropped: a store that is a minute behind is slower than what comes, and will not catch up.
+    # A path that waited this long is dropped: a store that is a minute behind is too slow for the load, and will not catch up.
     backup_age_s: float = 60.0
-    # On their way down at a time; twice that of what would be lost otherwise. It keeps fast disks busy, and a store that hangs
-    # holds no more of the host. A sixteenth of the host tier where that is less.
+    # Bytes being written at a time, and twice this for data that would otherwise be lost. It is enough to keep fast disks busy,
+    # and limits the host memory that a hanging store can hold. At most a sixteenth of the host tier.
     backup_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
@@ -89,11 +89,11 @@ class StoreTuning:
         if not 0 <= self.device_share <= 1:
             raise ConfigError(f"device_share must be at least 0 and at most 1, got {self.device_share}")
 
-    def fetch_room_bytes(self, host_bytes: int, *, held_bytes: int, largest_bytes: int) -> float:
-        """How much of the host a fetch may take beside others that hold `held_bytes`, the largest of them `largest_bytes`.
+    def fetch_capacity_bytes(self, host_bytes: int, *, held_bytes: int, largest_bytes: int) -> float:
+        """The host memory that a fetch may take while others hold `held_bytes`, the largest of them `largest_bytes`.
 
-        Beside one that was alone and took more than all may have together, each may take half of what is left: the next finds
-        some room too.
+        If the largest was alone when it began and took more than `host_share`, each further fetch may take half of the rest, so
+        that some is left for the next.
         """
         if not held_bytes:
             return self.host_share_alone * host_bytes
@@ -104,8 +104,8 @@ class StoreTuning:
 
 class BreakerState(Enum):
     CLOSED = "closed"  # all is well
-    OPEN = "open"  # the store is left alone
-    TRYING = "trying"  # one request is out to see whether it is well again
+    OPEN = "open"  # the store is not called
+    TRYING = "trying"  # one call is in flight to test whether the store works again
 
 
 class Breaker:
@@ -118,29 +118,29 @@ class Breaker:
         self._opened_s = 0.0
 
     def allows(self, now: float) -> bool:
-        """Whether the store may be asked now. Changes nothing."""
+        """Whether the store may be called now. Changes nothing."""
         if self.state is BreakerState.OPEN:
             return now >= self._opened_s + self._cool_off_s
         return self.state is BreakerState.CLOSED
 
     def asked(self, now: float) -> None:
-        """A request went out. After a cool-off it is the one that decides."""
+        """Notes a call. After a cool-off, its outcome decides."""
         if self.state is BreakerState.OPEN and self.allows(now):
             self.state = BreakerState.TRYING
 
     def succeeded(self) -> None:
-        if self.state is not BreakerState.OPEN:  # a straggler from before does not say that it is well now
+        if self.state is not BreakerState.OPEN:  # a late answer to an earlier call does not mean that the store works now
             self.state = BreakerState.CLOSED
             self._failures = 0
             self._cool_off_s = FIRST_COOL_OFF_S
 
     def undecided(self) -> None:
-        """A request was called off before it said anything: the next one decides."""
+        """Notes that a call was cancelled before it had an outcome: the next one decides."""
         if self.state is BreakerState.TRYING:
             self.state = BreakerState.OPEN
 
     def failed(self, now: float) -> bool:
-        """Notes a failure; true when it switched the store off."""
+        """Notes a failure; true if it switched the store off."""
         self._failures += 1
         if self.state is BreakerState.TRYING:
             self._cool_off_s = min(2 * self._cool_off_s, LONGEST_COOL_OFF_S)
@@ -152,7 +152,7 @@ class Breaker:
 
 
 def reachable(known: int, has_page: Flags) -> int:
-    """How many pages are there without a gap, when the first `known` are in memory."""
+    """The number of leading pages without a gap, if the first `known` are in memory."""
     beyond = np.flatnonzero(~has_page[known:])
     return known + int(beyond[0]) if len(beyond) else len(has_page)
 
@@ -166,7 +166,7 @@ def restore_points(spec: ModelSpec, *, above: int, upto: int, has_checkpoint: Fl
 
 
 def fallbacks(points: Sequence[int], *, checkpoint_bytes: int, fetch_bytes: int, share: float) -> list[int]:
-    """Of boundaries before the deepest, evenly spread ones whose checkpoints cost at most `share` of the fetch."""
+    """Evenly spaced boundaries among `points` whose checkpoints cost at most `share` of the bytes of the fetch."""
     if not points or not checkpoint_bytes:
         return sorted(points)
     count = min(int(share * fetch_bytes) // checkpoint_bytes, len(points), MOST_FALLBACKS)
@@ -174,12 +174,12 @@ def fallbacks(points: Sequence[int], *, checkpoint_bytes: int, fetch_bytes: int,
 
 
 def is_worth_it(fetch_s: float | None, recompute_s: float | None) -> bool:
-    """Whether to fetch rather than compute; what has not been measured gets the chance to be."""
+    """Whether to fetch rather than compute; true if either was not measured yet, so that it can be."""
     return fetch_s is None or recompute_s is None or fetch_s < recompute_s
 
 
 class Speed:
-    """A running mean of amounts per second, recent ones counting more; None before the first measurement."""
+    """A running mean of amounts per second that weights recent ones more; None before the first measurement."""
 
     def __init__(self, known_per_s: float | None = None) -> None:
         self._amount = known_per_s or 0.0

@@ -1,24 +1,25 @@
-"""What a cached object is worth keeping: the one order in which a tier evicts, and when prompts are expected back.
+"""What a cached object is worth: the order in which a tier evicts, and when prompts are expected to return.
 
-    worth = recompute saved per byte * returns a second to expect * share of returns that need this object
+    worth = recompute saved per byte * expected returns per second * share of returns that need this object
 
-The second factor changes with time, the others do not. So an object has a place (group, level) that says how its worth
-will change, and in one place the one visited longest ago goes first; a tier compares one object of each place. A priority
-doubles the worth at every step, and fades by a step every `PRIORITY_STEP_S`.
+The second factor changes over time, the others do not. An object's value class (hazard group, gain level, last visit) therefore
+determines how its worth will change. Within a group and level, the object visited longest ago is evicted first, so a tier
+compares only one object of each. Each step of priority doubles the worth, and is lost after `PRIORITY_STEP_S`.
 
-**Returns** are learned. A visit is one request's stay on a path. Visits are sorted into groups by what is known when they end:
-how often the path has come back before, in what rhythm, and how long the answer was (a call of a tool is short, and its result
-soon there). For each group the rate of return is counted by age, in half octaves,
+**Returns** are learned. A visit is one request's use of a path. Visits are sorted into hazard groups by what is known when they
+end: how often the path has returned before, at what interval, and how long the answer was (a tool call is short, and its result
+follows soon). For each group the rate of return is measured by age, in half octaves,
 
-    rate(group, age) = pages that came back at that age / pages times seconds spent at that age
+    rate(group, age) = pages that returned at that age / pages times seconds spent at that age
 
-with those that still wait, or were given up, counted as long as they were watched; so what is evicted early is not taken for
-something that never returns. A group with little evidence leans on its neighbours. What follows is the most reuse per second
-that keeping on from an age can give, over all times to give up at:
+Visits that have not returned, or are no longer watched, count for the time that they were watched, so early eviction is not
+mistaken for a path that never returns. A group with little evidence follows its neighbours. The result is the highest reuse per
+second that keeping an object from some age on can give, over all times to stop keeping it:
 
     returns(age) = max over t > age of  chance to return in [age, t) / expected seconds kept until then
 
-Where a returning prompt leaves its old path is counted too, by the distance from the old end. Deterministic: times are handed in.
+The distance from the old end at which returning prompts diverge from their old path is counted as well. Deterministic: the
+caller passes all times.
 """
 
 from __future__ import annotations
@@ -40,61 +41,62 @@ Rates = npt.NDArray[np.float64]
 Table = list[list[float]]
 
 LEVELS_PER_OCTAVE = 4
-MOST_STEPS = 32  # of priority, from the visit on
-DEFERRED_WORTH = 4.0  # times as much: what is deferred is stored too early when it has to go, or lost while the store is busy
+MOST_STEPS = 32  # of priority, counted from the visit
+DEFERRED_WORTH = 4.0  # factor for deferred backups: evicting one means storing it too early, or losing it if the store is busy
 
 NUM_BINS = 40  # half octaves of seconds: up to eight days
 MOST_VISITS = 4096  # watched at a time
 LEARN_EVERY = 64  # visits
-FORGET_EVERY = 2048  # visits, after which evidence counts half
-PRIOR_VISITS = 20.0  # evidence that a group's neighbours are worth
-FIRST_RATE = 0.1  # a second, before anything was seen; then as one over the age
-RECENT_GAP = 0.35  # what the latest gap counts for in a rhythm
+DECAY_EVERY = 2048  # visits, after which earlier evidence is halved
+PRIOR_VISITS = 20.0  # the weight of a group's neighbours, in visits
+FIRST_RATE = 0.1  # returns per second in the first bin before any were seen, falling as one over the age
+RECENT_GAP = 0.35  # the weight of the latest gap in a rhythm
 RETURNS = (1, 4)  # bounds between groups
 GAPS_S = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 ANSWER_TOKENS = (64, 256, 1024)
-LEAST_SHARE = 0.01  # of returns that need any checkpoint: what follows it may be gone by then
-MOST_SHARES = 4096  # of returns, by two distances: found once until more is learned
+LEAST_SHARE = 0.01  # of returns, for every checkpoint: the one that follows it may be gone by then
+MOST_SHARES = 4096  # cached results of `share`, until more is learned
 
 NUM_RHYTHMS = len(GAPS_S) + 2
 NUM_GROUPS = (len(RETURNS) + 1) * (len(ANSWER_TOKENS) + 1) * NUM_RHYTHMS
 _EDGES_s = np.concatenate([[0.0], 2.0 ** (np.arange(NUM_BINS) / 2)])
 _WIDTHS_s = np.diff(_EDGES_s)
-# For the hot paths: plain numbers are several times faster than those of arrays.
+# Plain numbers for the hot paths, since array elements are several times slower.
 _BOUNDS: list[float] = _EDGES_s[1:-1].tolist()
 _LOWER: list[float] = _EDGES_s[:-1].tolist()
 _UPPER: list[float] = _EDGES_s[1:].tolist()
 
 
-class Place(NamedTuple):
-    """Objects of one group and level lose worth alike."""
+class ValueClass(NamedTuple):
+    """Objects of one hazard group and gain level lose value in the same way from their last visit on."""
 
-    group: int
-    level: int
-    since: float
+    hazard_group: int
+    gain_level: int
+    last_visit_s: float
 
 
 class ValuePolicy(Protocol):
-    """Puts objects into places, and compares those; the lowest worth is given up first."""
+    """Assigns objects to value classes and compares those. The lowest worth is evicted first."""
 
     def level(self, saved_tokens: int, size_bytes: int, next_distance: int, distance: int, *, deferred: bool) -> int:
-        """What an object saves per byte that goes with it. Who leaves its path nearer than `distance` tokens to the end of the
-        latest visit needs it, unless they do nearer than `next_distance`, and are served by the checkpoint that follows; with 0
-        for `distance` everybody does. `deferred`: it is not in the store yet, and may be superseded before it has to be.
+        """The gain level: what an object saves per byte that is evicted with it. It is needed by returns that diverge less than
+        `distance` tokens before the end of the latest visit, except those that diverge less than `next_distance` tokens before
+        it, for which the following checkpoint serves. With a `distance` of 0 every return needs it. `deferred`: it is not in the
+        store yet, and may be superseded before it must be stored.
         """
         ...
 
     def due(self, used_at: float, urgent_until_s: float, visit: Visit | None) -> tuple[int, float]:
-        """The group and the time of a place, which when somebody came last says alone; its level says what is saved per byte."""
+        """The hazard group and the last visit of a value class."""
         ...
 
     def worth(self, group: int, level: int, since: float) -> float:
-        """Of a place, now. Never rises while time passes, and of two in one group and level the later has no less."""
+        """What a value class is worth now. It never rises over time, and later visits in one group and level have no less."""
         ...
 
 
 class Expected:
-    """Expected recompute saved per byte and second kept, as the reuse model says."""
+    """The expected recompute saved per byte and second, by the reuse model."""
 
     def __init__(self, reuse: ReuseModel) -> None:
         self._reuse = reuse
@@ -107,7 +109,7 @@ class Expected:
         group, since = (visit.group, visit.at_s) if visit is not None else (0, used_at)
         if urgent_until_s > since:
             steps = round((urgent_until_s - since) / PRIORITY_STEP_S)
-            group += min(steps, MOST_STEPS) * NUM_GROUPS  # more than a priority has where the request was long at it
+            group += min(steps, MOST_STEPS) * NUM_GROUPS  # more than `MAX_PRIORITY` if the request ran for long
         return group, since
 
     def worth(self, group: int, level: int, since: float) -> float:
@@ -120,7 +122,7 @@ class Expected:
 
 @lru_cache(maxsize=1024)
 def _level(saved_tokens: int, size_bytes: int, share: float) -> int:
-    """What is saved per byte, for those who need it. The same for all prefix pages, which are most of what is asked for."""
+    """The gain per byte for a share of returns. Cached, because most calls are for prefix pages and have the same arguments."""
     return round(LEVELS_PER_OCTAVE * log2(max(saved_tokens, 1) / size_bytes * share))
 
 
@@ -128,26 +130,26 @@ def _level(saved_tokens: int, size_bytes: int, share: float) -> int:
 
 
 class Visit:
-    """One request's stay on a path: when, how it came to be, and how many of its pages nobody has come back to."""
+    """One request's use of a path: its time, its history, and the number of its pages that no request has returned to."""
 
     __slots__ = ("at_s", "end", "gap_s", "group", "pages", "returns")
 
     def __init__(self, at_s: float, *, end: int, returns: int = 0, gap_s: float = 0.0) -> None:
         self.at_s = at_s
-        self.end = end  # pages of its prompt, and of its answer as far as that can be resumed
-        self.returns = returns  # how often the path had come back before
+        self.end = end  # pages of its prompt, and of the resumable part of its answer
+        self.returns = returns  # how often the path had returned before
         self.gap_s = gap_s  # its rhythm; 0 before the first return
         self.group = _group(returns, gap_s, 0)
         self.pages = 0
         untrack(self)
 
     def answered(self, tokens: int) -> None:
-        """The request has ended with an answer of that many tokens."""
+        """Notes that the request ended with an answer of `tokens` tokens."""
         self.group = _group(self.returns, self.gap_s, tokens)
 
 
 class ReuseModel:
-    """What is known about returns. One thread."""
+    """Learns how paths return. For one thread."""
 
     def __init__(self, page_tokens: int) -> None:
         self._page_tokens = page_tokens
@@ -157,18 +159,20 @@ class ReuseModel:
         self._mean_pages = 1.0
         self._returned_GB = np.zeros((NUM_GROUPS, NUM_BINS))
         self._watched_GB = np.zeros((NUM_GROUPS, NUM_BINS))
-        self._left = [0.0] * NUM_BINS  # returns that left their old path, by distance in tokens
+        self._left = [0.0] * NUM_BINS  # returns that diverged from their old path, by the distance in tokens
         self._left_before = [0.0] * (NUM_BINS + 1)
-        self._shares: dict[tuple[int, int], float] = {}  # what `share` has said since then
-        self._worth, self._fall = _untaught()  # at the start of each bin of ages, by group; and by how much it falls in a second
+        self._shares: dict[tuple[int, int], float] = {}  # results of `share` since then
+        self._worth, self._fall = (
+            _initial_tables()
+        )  # at the start of each bin of ages, by group; and by how much it falls in a second
 
     def arrive(
         self, now_s: float, *, known: int, end: int, passed: Sequence[tuple[Visit | None, int]], goes_on: bool, lost: Visit | None
     ) -> tuple[Visit, Visit]:
-        """A request comes whose first `known` pages of `end` are in the tree; says under which visits these and the rest are now.
+        """Records a request with its first `known` of `end` pages in the tree; returns the visits of these and of the rest.
 
-        `passed` are the visits of known pages, deepest last, with the pages of each; `goes_on` when the request begins where an
-        earlier one ended; `lost` is who had the pages that follow and are gone.
+        `passed` are the visits of the known pages, deepest last, with the number of pages of each. `goes_on` says that the
+        request begins where an earlier one ended. `lost` is the visit of the following pages, if they were evicted.
         """
         now_s = self._now_s = max(self._now_s, now_s)
         for visit, pages in passed:
@@ -179,17 +183,17 @@ class ReuseModel:
         before = lost or (passed[-1][0] if passed else None)
         if before is not None:
             self._left[_bin(max(before.end - known, 0) * self._page_tokens)] += lost is None
-        again = self._follow(before, now_s, end)
-        fresh = again if goes_on or lost is not None else self._follow(None, now_s, end)
-        again.pages += known
-        fresh.pages += end - known
+        return_visit = self._follow(before, now_s, end)
+        new_visit = return_visit if goes_on or lost is not None else self._follow(None, now_s, end)
+        return_visit.pages += known
+        new_visit.pages += end - known
         self._mean_pages += 0.01 * (end - self._mean_pages)
-        for visit in (again, fresh) if again is not fresh else (again,):
+        for visit in (return_visit, new_visit) if return_visit is not new_visit else (return_visit,):
             self._watch(visit)
-        return again, fresh
+        return return_visit, new_visit
 
     def worth(self, group: int, since_s: float) -> float:
-        """Returns a second to expect of what was visited last at `since_s`."""
+        """The expected returns per second of objects last visited at `since_s`."""
         age_s = self._now_s - since_s
         if age_s < 0.0:
             age_s = 0.0
@@ -197,11 +201,11 @@ class ReuseModel:
         return self._worth[group][at] - self._fall[group][at] * (age_s - _LOWER[at])
 
     def age_s(self, since_s: float) -> float:
-        """How long ago that was, when the latest request came."""
+        """The time from `since_s` to the latest request."""
         return max(self._now_s - since_s, 0.0)
 
     def share(self, nearest: int, farthest: int) -> float:
-        """The share of returns that leave their old path between two distances (in tokens) from its end."""
+        """The share of returns that diverge from their old path between two distances (in tokens) from its end."""
         found = self._shares.get((nearest, farthest))
         if found is None:
             if len(self._shares) >= MOST_SHARES:
@@ -243,7 +247,7 @@ class ReuseModel:
             oldest.pages = 0
         if self._num_visits % LEARN_EVERY == 0:
             self._learn()
-        if self._num_visits % FORGET_EVERY == 0:
+        if self._num_visits % DECAY_EVERY == 0:
             self._returned_GB /= 2
             self._watched_GB /= 2
             self._left = [count / 2 for count in self._left]
@@ -261,21 +265,21 @@ class ReuseModel:
 
 
 @cache
-def _untaught() -> tuple[Table, Table]:
-    """What holds before anything was seen: the same for everybody, and made once. Replaced, never changed."""
+def _initial_tables() -> tuple[Table, Table]:
+    """The tables before any visit, shared by all models. They are replaced, never changed."""
     nothing_GB = np.zeros((NUM_GROUPS, NUM_BINS))
     return _tables(_rates(nothing_GB, nothing_GB, PRIOR_VISITS))
 
 
 def _tables(rates_GB: Rates) -> tuple[Table, Table]:
-    """Worth at the start of each bin of ages, by group, and by how much it falls in a second."""
+    """The worth at the start of each bin of ages, by group, and its fall per second."""
     worths_GB = _worths(rates_GB)
     next_GB = np.concatenate([worths_GB[:, 1:], worths_GB[:, -1:]], axis=1)
     return worths_GB.tolist(), ((worths_GB - next_GB) / _WIDTHS_s).tolist()
 
 
 def _worths(rates_GB: Rates) -> Rates:
-    """For each group and age, the most returns a second that keeping on can give; never rising with age."""
+    """For each group and age, the most returns per second that keeping an object longer can give; never rising with age."""
     stays_GB = np.exp(-rates_GB * _WIDTHS_s)
     left_GE = np.concatenate([np.ones((NUM_GROUPS, 1)), np.cumprod(stays_GB, axis=1)], axis=1)  # E bin edges
     kept_GB = left_GE[:, :-1] * (1 - stays_GB) / rates_GB
@@ -290,12 +294,12 @@ def _worths(rates_GB: Rates) -> Rates:
 
 
 def _rates(returned_GB: Rates, watched_GB: Rates, prior: float) -> Rates:
-    """Returns a second by group and age: the group's own evidence, leaning on its neighbours', and they on everybody's."""
-    all_B = _everybodys(returned_GB.sum(axis=0), watched_GB.sum(axis=0), prior)
+    """Returns per second by group and age: the group's evidence, shrunk towards its neighbours', which is shrunk towards all."""
+    all_B = _overall_rates(returned_GB.sum(axis=0), watched_GB.sum(axis=0), prior)
     returned_NRB = returned_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
     watched_NRB = watched_GB.reshape(-1, NUM_RHYTHMS, NUM_BINS)
-    neighbours_NB = _leaning(returned_NRB.sum(axis=1), watched_NRB.sum(axis=1), all_B, prior)
-    rates_NRB = _leaning(returned_NRB, watched_NRB, neighbours_NB[:, None, :], prior)
+    neighbours_NB = _shrunk(returned_NRB.sum(axis=1), watched_NRB.sum(axis=1), all_B, prior)
+    rates_NRB = _shrunk(returned_NRB, watched_NRB, neighbours_NB[:, None, :], prior)
     return np.maximum(rates_NRB.reshape(NUM_GROUPS, NUM_BINS), 1e-12)
 
 
@@ -306,7 +310,7 @@ def _group(returns: int, gap_s: float, answer_tokens: int) -> int:
 
 
 def _bin(amount: float) -> int:
-    """The half octave that an age or a distance is in."""
+    """The half octave of an age or a distance."""
     return bisect_right(_BOUNDS, amount)
 
 
@@ -315,7 +319,7 @@ def _time_in_bins(age_s: float) -> Rates:
 
 
 def _waited(waiting: Iterable[Visit], now_s: float) -> Rates:
-    """Pages times seconds that visits have waited, by group and age: whole bins below the age of each, and part of its own."""
+    """Pages times seconds that visits have waited, by group and age: whole bins below each visit's age, and part of its own."""
     visits = list(waiting)
     pages = np.array([visit.pages for visit in visits], np.float64)
     ages_s = np.maximum(now_s - np.array([visit.at_s for visit in visits], np.float64), 0.0)
@@ -329,8 +333,8 @@ def _waited(waiting: Iterable[Visit], now_s: float) -> Rates:
     return waited
 
 
-def _everybodys(returned_B: Rates, watched_B: Rates, prior: float) -> Rates:
-    """Rates over all groups; where little was seen they fall as one over the age."""
+def _overall_rates(returned_B: Rates, watched_B: Rates, prior: float) -> Rates:
+    """Rates over all groups; without evidence they fall as one over the age."""
     rates_B = np.empty(NUM_BINS)
     expected = FIRST_RATE
     for at in range(NUM_BINS):
@@ -340,8 +344,8 @@ def _everybodys(returned_B: Rates, watched_B: Rates, prior: float) -> Rates:
     return rates_B
 
 
-def _leaning(returned: Rates, watched: Rates, base: Rates, prior: float) -> Rates:
-    """Rates of a group; where it has little evidence those of `base`, as much higher or lower as it was at lower ages."""
+def _shrunk(returned: Rates, watched: Rates, base: Rates, prior: float) -> Rates:
+    """A group's rates; with little evidence those of `base`, scaled by the group's ratio to `base` at lower ages."""
     zero = np.zeros((*returned.shape[:-1], 1))
     returned_so_far = np.concatenate([zero, np.cumsum(returned, axis=-1)[..., :-1]], axis=-1)
     expected_so_far = np.concatenate([zero, np.cumsum(base * watched, axis=-1)[..., :-1]], axis=-1)

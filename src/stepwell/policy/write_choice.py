@@ -1,9 +1,9 @@
-"""The write policy where the operator names none: it follows from the sizes of the tiers.
+"""Chooses the write policy from the sizes of the tiers, if the operator names none.
 
-A tier that repeats what the tiers above it hold has less memory for anything else. If the lowest tier has several times the
-memory of those above it, that costs little, and no request waits for a copy when memory is needed: `through`. Otherwise
-`exclusive`: device and host repeat little of one another. Whether a store repeats what memory holds is another setting: a store
-that outlives the process does, unless `durable` is switched off.
+A tier that duplicates the tiers above it has less memory for anything else. If the lowest tier has several times the memory of
+those above it, that costs little, and no request waits for a copy when memory is needed: `through`. Otherwise `exclusive`, under
+which device and host duplicate little. Whether a store duplicates memory is a separate setting: a store that outlives the process
+does, unless `durable` is switched off.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from stepwell.base.config import WritePolicy
 
-AUTO = "auto"  # how an operator leaves the choice to this
-SEVERAL = 4  # times the memory of the tiers above: a tier that has more loses less than a fifth by repeating them
+AUTO = "auto"  # the setting that leaves the choice to this module
+SEVERAL = 4  # times the memory of the tiers above: a larger tier loses less than a fifth of it to duplicates
 
 
 class WriteChoice(NamedTuple):
@@ -24,8 +24,8 @@ class WriteChoice(NamedTuple):
 def choose_write(
     asked: WritePolicy | None, *, device_bytes: int, host_bytes: int | None, has_store: bool, store_bytes: int | None
 ) -> WriteChoice:
-    """What was requested, or what suits tiers of these sizes. A store without `store_bytes` has no limit, or does not report
-    it: it counts as large.
+    """The requested policy, or one for tiers of these sizes. A store without `store_bytes` is unlimited or does not report its
+    size, and counts as large.
     """
     if asked is not None:
         return WriteChoice(asked, "as requested")

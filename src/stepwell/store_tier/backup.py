@@ -25,7 +25,7 @@ from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import ItemStatus, Outcome, PageIds, PutCheckpoint, PutPages, Relevel
 from stepwell.memory.arena import READY
 from stepwell.policy.store_use import BreakerState
-from stepwell.policy.value import Place
+from stepwell.policy.value import ValueClass
 from stepwell.store_tier.link import Beliefs, StoreLink
 from stepwell.store_tier.ops import Call
 from stepwell.tiers.state import CacheState, Leaving
@@ -60,7 +60,7 @@ def forget_refusals(state: CacheState) -> None:
         if run is not None:
             run.unsaved = False
         for checkpoint in (node.checkpoints or {}).values():
-            residency = checkpoint.held[Tier.HOST]
+            residency = checkpoint.residencies[Tier.HOST]
             if residency is not None:
                 residency.unsaved = False
 
@@ -187,7 +187,7 @@ def _put_stretch(state: CacheState, link: StoreLink, namespace: Namespace, stret
     size_bytes = len(ids) * state.arena(Tier.HOST).layout.strides[Kind.PREFIX]
     link.put_began(size_bytes, state.clock.now())
     task = PutPages(parent=parent, first=first, keys=tuple(keys), ids=ids, level=_level_of(state, last))
-    place = state.tree.ranking.place_of_pages(last, Tier.HOST)
+    place = state.tree.ranking.value_class_of_pages(last, Tier.HOST)
     done = partial(_pages_put, state, link, namespace, stretch.nodes, task, size_bytes, place)
     link.ops.send(task, namespace, done, call=Call(), pages=((Kind.PREFIX, ids),))
 
@@ -203,8 +203,8 @@ def _ready_after(state: CacheState, node: Node, start: int) -> PageIds:
 
 
 def _pages_put(
-    state: CacheState, link: StoreLink, namespace: Namespace, touched: list[Node], task: PutPages, size_bytes: int, place: Place,
-    outcome: Outcome, took_s: float,
+    state: CacheState, link: StoreLink, namespace: Namespace, touched: list[Node], task: PutPages, size_bytes: int,
+    place: ValueClass, outcome: Outcome, took_s: float,
 ) -> None:  # fmt: skip
     first = task.first
     link.displaced.note(place, outcome.moved_bytes)
@@ -288,7 +288,7 @@ def put_checkpoint(state: CacheState, link: StoreLink, checkpoint: Checkpoint) -
     if link.is_late:
         link.beliefs.note_owed(node, checkpoint.page)
     link.put_began(size_bytes, state.clock.now())
-    place = state.tree.ranking.place_of(residency)
+    place = state.tree.ranking.value_class_of(residency)
 
     def replied(outcome: Outcome, took_s: float) -> None:
         stored = outcome.statuses == (ItemStatus.OK,)

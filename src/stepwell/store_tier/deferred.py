@@ -201,7 +201,7 @@ class DeferredBackups:
         return deferral
 
     def _mark(self, checkpoint: Checkpoint, *, backup_deferred: bool) -> None:
-        residency = checkpoint.held[Tier.HOST]
+        residency = checkpoint.residencies[Tier.HOST]
         if residency is not None:
             residency.backup_deferred = backup_deferred
             self._on_change(residency)

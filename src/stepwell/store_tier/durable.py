@@ -31,7 +31,7 @@ def save_on_the_way(state: CacheState, link: StoreLink, node: Node) -> None:
     if path:
         save_runs(state, path[-1], beyond=link.beliefs.pages)
     for residency in [each for above in path for each in _lacking(link, above)]:
-        if residency.checkpoint.node is not None and residency.checkpoint.held[Tier.HOST] is None:
+        if residency.checkpoint.node is not None and residency.checkpoint.residencies[Tier.HOST] is None:
             save_residency(state, residency)
 
 
@@ -90,8 +90,8 @@ def leave_for_good(state: CacheState, link: StoreLink, victim: Victim) -> Leavin
 
 def _leave_run(state: CacheState, run: Run) -> Leaving:
     """LATER, while the store reads its end."""
-    tail = state.tree.ranking.tails.of(run)
-    held = tail is not None and not state.tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages
+    tail = state.tree.ranking.suffixes.of(run)
+    held = tail is not None and not state.tree.ranking.suffixes.idle(run, tail.start, at_most=1).num_pages
     return Leaving.LATER if held else Leaving.NOW
 
 
@@ -99,8 +99,8 @@ def _is_wanted(state: CacheState, link: StoreLink, victim: Victim) -> bool:
     """Whether the store lacks something useful that is about to leave the host."""
     if isinstance(victim, Residency):
         return victim.ready and not victim.users and not link.beliefs.has(victim.checkpoint)
-    tail = state.tree.ranking.tails.of(victim)
-    return tail is not None and not tail.dead and link.beliefs.pages(victim.node) < victim.node.num_pages
+    tail = state.tree.ranking.suffixes.of(victim)
+    return tail is not None and not tail.unreachable and link.beliefs.pages(victim.node) < victim.node.num_pages
 
 
 def _path_to_store(state: CacheState, link: StoreLink, node: Node) -> list[Node]:
@@ -126,7 +126,7 @@ def _lacking(link: StoreLink, node: Node) -> Iterator[Residency]:
     """Checkpoints of a node that only the device has and that must be stored."""
     for checkpoint in (node.checkpoints or {}).values():
         residency = checkpoint.ready_in(Tier.DEVICE)
-        if residency is None or checkpoint.held[Tier.HOST] is not None or link.beliefs.has(checkpoint):
+        if residency is None or checkpoint.residencies[Tier.HOST] is not None or link.beliefs.has(checkpoint):
             continue
         if not link.is_superseded(checkpoint):
             yield residency

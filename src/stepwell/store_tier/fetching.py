@@ -88,7 +88,7 @@ def send_for(state: CacheState, link: StoreLink, ticket: Ticket, match: Match, p
     size = bytes_of(state, plan)
     largest_bytes = max((fetch.size_bytes for fetch in link.fetches), default=0)
     host_bytes = state.arena(Tier.HOST).layout.size_bytes
-    most = link.tuning.fetch_room_bytes(host_bytes, held_bytes=link.held_bytes, largest_bytes=largest_bytes)
+    most = link.tuning.fetch_capacity_bytes(host_bytes, held_bytes=link.held_bytes, largest_bytes=largest_bytes)
     if link.is_late:  # space is freed by storing other content: not in its place
         ends = tuple(ticket.keys[page - 1] for page in plan.boundaries)
         last = ticket.keys[plan.upto - 1 : plan.upto] if not ends else ()
@@ -159,7 +159,7 @@ def _allocate(state: CacheState, match: Match, plan: FetchPlan) -> dict[Kind, Pa
     arena = state.arena(Tier.HOST)
     path = ids_of(match.path, Tier.HOST, plan.known)
     path = path[path != ABSENT]
-    held = [c.held[Tier.HOST] for node in match.path for c in (node.checkpoints or {}).values() if c.page <= plan.upto]
+    held = [c.residencies[Tier.HOST] for node in match.path for c in (node.checkpoints or {}).values() if c.page <= plan.upto]
     anchors = [residency for residency in held if residency is not None]
     arena.retain(Kind.PREFIX, path)
     for residency in anchors:

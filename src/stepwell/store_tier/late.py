@@ -46,8 +46,8 @@ def leave_host(state: CacheState, link: StoreLink, victim: Victim) -> Leaving:
         state.counters.add("backup_skipped_store_busy")
         return Leaving.BLOCKED if link.is_taking(now) else Leaving.NOW
     if isinstance(victim, Run):
-        tail = state.tree.ranking.tails.of(victim)
-        held = tail is not None and not state.tree.ranking.tails.idle(victim, tail.start, at_most=1).num_pages
+        tail = state.tree.ranking.suffixes.of(victim)
+        held = tail is not None and not state.tree.ranking.suffixes.idle(victim, tail.start, at_most=1).num_pages
         return Leaving.LATER if held else Leaving.NOW
     put_checkpoint(state, link, victim.checkpoint)
     return Leaving.AT_ONCE if victim.users else Leaving.NOW
@@ -133,8 +133,8 @@ def _wanted(state: CacheState, link: StoreLink, victim: Victim) -> Node | None:
         return checkpoint.node
     if victim.node.runs[Tier.HOST] is not victim or victim.node.expires_at < inf:
         return None  # its node was split meanwhile, or it left: the remaining part comes in its turn
-    tail = state.tree.ranking.tails.of(victim)
-    if tail is None or tail.repeated or victim.unsaved or (tail.dead and not link.beliefs.must_store(victim.node)):
+    tail = state.tree.ranking.suffixes.of(victim)
+    if tail is None or tail.duplicate or victim.unsaved or (tail.unreachable and not link.beliefs.must_store(victim.node)):
         return None
     return victim.node if link.beliefs.fresh_pages(victim.node) < victim.node.num_pages else None
 
@@ -144,7 +144,7 @@ def _is_worth_its_room(state: CacheState, link: StoreLink, victim: Victim) -> bo
     if isinstance(victim, Run) and link.beliefs.must_store(victim.node):
         return True
     ranking = state.tree.ranking
-    displaced, place = link.displaced.next, ranking.place_of(victim)
+    displaced, place = link.displaced.current, ranking.value_class_of(victim)
     return displaced is None or place is None or ranking.worth(place) >= ranking.worth(displaced)
 
 

@@ -21,9 +21,9 @@ from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind, Tier
 from stepwell.base.prompt import Namespace, PageKey
 from stepwell.base.tasks import PageIds
-from stepwell.policy.displaced import Displaced
 from stepwell.policy.expected import ComputeTime, FetchTime
 from stepwell.policy.store_use import KEPT_OF_MEAN, Breaker, BreakerState, StoreTuning
+from stepwell.policy.store_victims import StoreVictimEstimate
 from stepwell.store.api import Store, unregister
 from stepwell.store_tier.deferred import DeferredBackups
 from stepwell.store_tier.ops import StoreOps
@@ -199,7 +199,7 @@ class StoreLink:
     num_putting: int = 0  # write operations in flight
     is_late: bool = False  # content is stored only when memory needs its space
     is_durable: bool = False  # committed content is stored soon, whatever the write policy says
-    displaced: Displaced  # what the store would evict for content stored late
+    displaced: StoreVictimEstimate  # what the store would evict for content stored late
     is_superseded: Callable[[Checkpoint], bool]  # by a later checkpoint of its path
     ahead: dict[Victim, bool] = field(default_factory=dict)  # to be stored before they leave; whether to try to complete it
     num_taken: int = 0  # operations that stored something

@@ -19,10 +19,10 @@ from stepwell.base.errors import ConfigError, StoreError
 from stepwell.base.ids import Tier
 from stepwell.base.meters import Durations
 from stepwell.jobs.executors import StoreExecutor, ThreadStoreExecutor
-from stepwell.policy.displaced import Displaced
 from stepwell.policy.expected import ComputeTime
 from stepwell.policy.placement import milestone_step
 from stepwell.policy.store_use import Breaker, BreakerState, StoreTuning
+from stepwell.policy.store_victims import StoreVictimEstimate
 from stepwell.store.api import Store, register, size_of
 from stepwell.store_tier.backup import (
     can_be_stored,
@@ -139,7 +139,7 @@ class StoreTier:
         self.link = None
         self._state.copies.on_saved = None
         if self._state.tree.feeds:
-            self._state.tree.feeds.store_left()
+            self._state.tree.feeds.store_detached()
 
     # ---- calls of the memory tiers and of requests ------------------------------------------------
 
@@ -300,13 +300,13 @@ class StoreTier:
     def _listen(self) -> None:
         """Makes the tree report the nodes that it splits and the content that leaves it."""
         tree = self._state.tree
-        tree.on_left.append(self._left)
+        tree.on_checkpoint_evicted.append(self._left)
         tree.on_split.append(self._split)
         tree.on_shortened.append(self._shortened)
 
     def _listen_no_more(self) -> None:
         tree = self._state.tree
-        tree.on_left.remove(self._left)
+        tree.on_checkpoint_evicted.remove(self._left)
         tree.on_split.remove(self._split)
         tree.on_shortened.remove(self._shortened)
 
@@ -386,7 +386,7 @@ class StoreTier:
             beliefs=beliefs,
             breaker=breaker,
             deferred=deferred,
-            displaced=Displaced(_room_bytes(store) if is_late else None),
+            displaced=StoreVictimEstimate(_room_bytes(store) if is_late else None),
             most_backup_bytes=min(tuning.backup_bytes, int(host.layout.size_bytes * BACKUP_SHARE)),
         )
 

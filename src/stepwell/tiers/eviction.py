@@ -20,7 +20,7 @@ from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import Loss, LossReason, Residency, Run, Victim
-from stepwell.tree.pruning import discard_ids, discard_tail
+from stepwell.tree.pruning import discard_ids, discard_suffix
 
 PATIENCE_SLABS, PATIENCE_SHARE = 8, 1 / 16  # of the tier: see `patience_bytes_of`
 PREFIX, WINDOW, POINT, ROWS = Kind  # access to a member of an enum is slow before Python 3.12
@@ -66,12 +66,12 @@ def allocate(
 def make_room(state: CacheState, tier: Tier, need: Need, *, tenant: str | None = None, may_spill: bool = True) -> EvictionResult:
     """Evicts from `tier` until `need` fits, or nothing more can be evicted, or enough is being saved to fit afterwards."""
     state.give_back_host()
-    if not state.tree.ranking.hold(tier):
+    if not state.tree.ranking.freeze_time(tier):
         return _make_room(state, tier, need, tenant, may_spill)
     try:
         return _make_room(state, tier, need, tenant, may_spill)
     finally:
-        state.tree.ranking.let_go(tier)
+        state.tree.ranking.unfreeze_time(tier)
 
 
 def _make_room(state: CacheState, tier: Tier, need: Need, tenant: str | None, may_spill: bool) -> EvictionResult:
@@ -131,7 +131,7 @@ def _cut_end(state: CacheState, run: Run, wanted: int) -> Run:
     state.tree.split(node, node.num_pages - most)
     end = node.runs[Tier.DEVICE]
     assert end is not None, f"{node} has no pages left where {run} had some"
-    state.tree.ranking.take_out(end)
+    state.tree.ranking.unqueue_for_now(end)
     return end
 
 
@@ -194,12 +194,12 @@ def _cut_off(state: CacheState, tier: Tier) -> bool:
 
     Such pages are rare: they exist if a copy in the middle of a run failed, for example.
     """
-    found = state.tree.ranking.pop_depended_on(tier)
+    found = state.tree.ranking.pop_required_by_other_tier(tier)
     if found is None:
         return False
     run, tail = found
     state.counters.add("evicted_cut_off")
-    discard_tail(state.tree, run, tail.start, state.loss(LossReason.EVICTED, tier))
+    discard_suffix(state.tree, run, tail.start, state.loss(LossReason.EVICTED, tier))
     return True
 
 
@@ -271,14 +271,14 @@ def _needs_runs(short: Need) -> bool:
 def _evict_run(state: CacheState, run: Run, short: Need, excess_bytes: int | None) -> int:
     """Evicts the idle end of a run, no more of it than needed; returns the bytes freed."""
     ranking = state.tree.ranking
-    tail = ranking.tails.of(run)
+    tail = ranking.suffixes.of(run)
     if tail is None:  # it could not be saved, and host pages depend on it
         ranking.queue_run(run)
         return 0
-    idle = ranking.tails.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
+    idle = ranking.suffixes.idle(run, tail.start, at_most=_wanted(state, run, short, excess_bytes))
     if not idle.num_pages:
         return 0  # in use; it is queued again when it is released
-    discard_tail(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))
+    discard_suffix(state.tree, run, idle.start, _loss(state, run.tier, excess_bytes))
     _count(state, run.tier, "pages", idle.num_pages, excess_bytes)
     return idle.num_pages * state.arena(run.tier).layout.prefix_stride
 

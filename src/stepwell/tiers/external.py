@@ -69,7 +69,7 @@ def load(state: CacheState, lease: Lease, into: EnginePages, *, since: int) -> N
 def can_load(lease: Lease) -> bool:
     """Whether what a lease must load still exists: the failed load of another request, or `flush`, removes a checkpoint."""
     residency = lease.restored
-    return residency is None or residency.checkpoint.held[residency.tier] is residency
+    return residency is None or residency.checkpoint.residencies[residency.tier] is residency
 
 
 def _num_windows_held(state: CacheState, boundary: int, since: int) -> int:
@@ -175,7 +175,7 @@ def _path_ids(node: Node, upto: int) -> PageIds:
 
 def _save_checkpoint(state: CacheState, lease: Lease, node: Node, page: int, source: EnginePages) -> None:
     existing = (node.checkpoints or {}).get(page)
-    if existing is not None and existing.held[Tier.HOST] is not None:
+    if existing is not None and existing.residencies[Tier.HOST] is not None:
         return
     try:
         pages = allocate(state, Tier.HOST, _checkpoint_pages(state, page), tenant=lease.namespace.tenant)

@@ -300,7 +300,7 @@ def _is_in_answer(state: CacheState, lease: Lease, checkpoint: Checkpoint) -> bo
 
 def drop_superseded(state: CacheState, checkpoint: Checkpoint) -> None:
     """Removes a checkpoint that a later one replaces from all tiers. Must not be called for one that is in use."""
-    for residency in list(checkpoint.held):
+    for residency in list(checkpoint.residencies):
         if residency is not None:
             state.counters.add(f"superseded_{residency.tier.label}_checkpoints")
             drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, residency.tier))

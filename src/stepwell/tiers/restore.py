@@ -125,7 +125,7 @@ def _hold(state: CacheState, match: Match) -> Holds:
 
 def _is_worth_promoting(state: CacheState, residency: Residency | None) -> bool:
     """Loaded window pages can be the tree's for free; a point costs one more page, so it must be expected to be used again."""
-    if residency is None or residency.tier is state.nearest or residency.checkpoint.held[state.nearest] is not None:
+    if residency is None or residency.tier is state.nearest or residency.checkpoint.residencies[state.nearest] is not None:
         return False
     return not len(residency.points) or residency.checkpoint.uses > 0
 

@@ -42,7 +42,7 @@ def save_path(state: CacheState, node: Node, *, evict: bool = True) -> None:
             return
         for checkpoint in list((each.checkpoints or {}).values()):
             residency = checkpoint.ready_in(Tier.DEVICE)
-            if residency is None or checkpoint.held[Tier.HOST] is not None:
+            if residency is None or checkpoint.residencies[Tier.HOST] is not None:
                 continue
             if (host.ids[: checkpoint.page - each.start] != ABSENT).all():  # it is useless without the pages it depends on
                 save_residency(state, residency, evict=evict)
@@ -64,13 +64,13 @@ def save_committed(state: CacheState, node: Node) -> None:
 def write_back(state: CacheState, victim: Victim) -> Leaving:
     """Before something leaves the device: starts saving it if the host lacks it and has nothing less valuable to evict for it."""
     if isinstance(victim, Residency):
-        if not victim.ready or victim.users or victim.checkpoint.held[Tier.HOST] is not None:
+        if not victim.ready or victim.users or victim.checkpoint.residencies[Tier.HOST] is not None:
             return Leaving.NOW
     else:
-        tail = state.tree.ranking.tails.of(victim)
+        tail = state.tree.ranking.suffixes.of(victim)
         if tail is None or not len(missing_pages(state, victim.node)):
             return Leaving.NOW
-        if tail.dead and (state.below is None or not state.below.must_store(victim.node)):
+        if tail.unreachable and (state.below is None or not state.below.must_store(victim.node)):
             return Leaving.NOW
     if not state.arena(Tier.HOST).fits(_need(state, victim)) and not _is_worth_room(state, victim):
         state.counters.add("save_skipped_worth_less")
@@ -79,7 +79,7 @@ def write_back(state: CacheState, victim: Victim) -> Leaving:
         save = save_residency(state, victim)
     else:
         save = save_runs(state, victim.node, whole_path=state.below is not None and state.below.takes_paths)
-        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.tails.is_stood_on(victim)
+        victim.unsaved = save is Save.SKIPPED and state.tree.ranking.suffixes.is_required_by_other_tier(victim)
     if save is Save.STARTED:
         victim.leaving = True
         return Leaving.LATER
@@ -97,7 +97,9 @@ def _is_worth_room(state: CacheState, victim: Victim) -> bool:
     if state.below is not None and (state.below.takes_paths or state.below.takes_late):
         return True
     ranking = state.tree.ranking
-    return (isinstance(victim, Run) and ranking.tails.is_stood_on(victim)) or ranking.is_worth_more(victim, Tier.HOST)
+    return (isinstance(victim, Run) and ranking.suffixes.is_required_by_other_tier(victim)) or ranking.is_worth_more(
+        victim, Tier.HOST
+    )
 
 
 def _need(state: CacheState, victim: Victim) -> Need:

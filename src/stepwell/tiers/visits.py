@@ -20,7 +20,7 @@ def note_use(state: CacheState, match: Match, lease: Lease) -> None:
     if match.checkpoint is not None:
         match.checkpoint.used_at = use.at_s
         match.checkpoint.uses += 1
-        for residency in match.checkpoint.held:
+        for residency in match.checkpoint.residencies:
             if residency is not None:
                 residency.leaving = False
     if state.below is not None:

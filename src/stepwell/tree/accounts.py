@@ -1,7 +1,7 @@
-"""Whose cached state takes how much of each memory tier, and who has more there than its quota. Counts; evicts nothing.
+"""How much of each memory tier the cached state of each tenant takes, and which tenants are over their quota. Evicts nothing.
 
-An account is a tenant's, over all its namespaces. It counts the bytes of every page that the tree keeps for it, in use, pinned or
-not, each once. What requests hold that the tree does not have is nobody's here.
+A tenant has one account for all its namespaces. It counts the bytes of every page that the tree keeps for the tenant, in use,
+pinned or not, each once. Pages that requests hold outside the tree are not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepwell.memory.row_pages import ABSENT, RowPages
 
 
 class Account:
-    """What one tenant has in each tier, and what it may have; None where nothing limits it."""
+    """What one tenant uses of each tier, and its quota; None if it has no quota."""
 
     __slots__ = ("__weakref__", "quota_bytes", "tenant", "used_bytes")
 
@@ -28,7 +28,7 @@ class Account:
         self.used_bytes = [0] * len(CACHED_TIERS)
 
     def excess_bytes(self, tier: Tier, coming_bytes: int = 0) -> int:
-        """How much more than its quota it has, or would have with what is coming; 0 for none."""
+        """By how much it exceeds its quota, or would with `coming_bytes` more; 0 if it does not."""
         return max(self.used_bytes[tier] + coming_bytes - self.quota_bytes[tier], 0) if self.quota_bytes is not None else 0
 
     def __repr__(self) -> str:
@@ -41,7 +41,7 @@ class Accounts:
     def __init__(self, arenas: Mapping[Tier, Arena], quotas: Mapping[str, float], row_pages: RowPages | None) -> None:
         """`quotas` are shares of each tier, by tenant."""
         self._tiers = tuple(arenas)
-        # Lists by tier: dictionaries take several times as long with tiers for keys, and every page comes by here.
+        # Lists by tier, because dictionaries keyed by tier are several times slower, and every page is counted here.
         strides = [arenas[tier].layout.strides if tier in arenas else {} for tier in CACHED_TIERS]
         self._page_bytes = [each.get(Kind.PREFIX, 0) for each in strides]
         self._row_bytes = strides[Tier.DEVICE].get(Kind.ROWS, 0)
@@ -53,26 +53,26 @@ class Accounts:
         )  # those without a quota while nodes have them
         for tenant, account in self.limited.items():
             self._known[tenant] = account
-        # Who is over its quota, by tier; who has been for longest comes first. Read it freely.
+        # The accounts over their quota, by tier, the one that has been for longest first. Callers may read it.
         self.are_over: list[dict[Account, None]] = [{} for _ in CACHED_TIERS]
 
     # ---- questions --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Account]:
-        """Everybody who has something or a quota."""
+        """Every account that uses memory or has a quota."""
         return iter([each for each in self._known.values() if each.quota_bytes is not None or any(each.used_bytes)])
 
     # ---- orders -----------------------------------------------------------------------------------
 
     def of(self, tenant: str | None) -> Account:
-        """A tenant's account, made when it is first asked for."""
+        """A tenant's account, created at first use."""
         account = self._known.get(tenant)
         if account is None:
             account = self._known[tenant] = Account(tenant)
         return account
 
     def add_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
-        """Prefix pages are the tree's from now on."""
+        """Counts prefix pages that the tree took over."""
         account.used_bytes[tier] += len(ids) * self._page_bytes[tier]
         if account.quota_bytes is not None:
             self._note_over(account, tier)
@@ -80,7 +80,7 @@ class Accounts:
             self.charge(account, tier, self._num_bound(ids) * self._row_bytes)
 
     def remove_pages(self, account: Account, tier: Tier, ids: PageIds) -> None:
-        """They are not any more. Called while they still have their rows."""
+        """Stops counting prefix pages that leave the tree. Must be called while they still have their rows."""
         account.used_bytes[tier] -= len(ids) * self._page_bytes[tier]
         if account.quota_bytes is not None:
             self._note_over(account, tier)
@@ -88,11 +88,11 @@ class Accounts:
             self.charge(account, tier, -self._num_bound(ids) * self._row_bytes)
 
     def shed_rows(self, account: Account, count: int) -> None:
-        """So many of its pages on the device have their rows on the host alone from now on."""
+        """Stops counting the rows of `count` device pages, which are only on the host from now on."""
         self.charge(account, Tier.DEVICE, -count * self._row_bytes)
 
     def charge(self, account: Account, tier: Tier, size_bytes: int) -> None:
-        """So much more is the tree's, or less."""
+        """Adds `size_bytes`, which may be negative."""
         account.used_bytes[tier] += size_bytes
         if account.quota_bytes is not None:
             self._note_over(account, tier)
@@ -104,14 +104,14 @@ class Accounts:
             self.are_over[tier].pop(account, None)
 
     def _num_bound(self, ids: PageIds) -> int:
-        """How many of these device pages have their rows beside them."""
+        """The number of these device pages that have their rows on the device."""
         assert self._row_pages is not None
         return int(np.count_nonzero(self._row_pages.rows[ids] != ABSENT))
 
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self, found: Mapping[tuple[Account, Tier], int]) -> None:
-        """Asserts that the counts are `found`, by a walk of the tree, and that who is over its quota is known."""
+        """Asserts that the counts equal `found` by a walk of the tree, and that the accounts over their quota are known."""
         accounts = {*self._known.values(), *(account for account, _ in found)}
         for tier in self._tiers:
             for account in accounts:

@@ -1,4 +1,4 @@
-"""The tree's self-check. Changes nothing; asserts what `tree.py` and `ranking.py` promise."""
+"""The tree's self-check: asserts the invariants of `tree.py` and `ranking.py`. Changes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stepwell.tree.tree import NODE_PAGES, Tree
 
 
 def audit(tree: Tree) -> None:
-    """Walks everything once."""
+    """Walks the whole tree once."""
     owned = dict.fromkeys(tree.tiers, 0)
     held: dict[tuple[Account, Tier, Kind], list[PageIds]] = {}
     for node in tree.nodes():
@@ -31,9 +31,9 @@ def audit(tree: Tree) -> None:
             assert checkpoint.node is node and node.start < checkpoint.page <= node.end, (
                 f"a checkpoint at {checkpoint.page} in {node}"
             )
-            assert any(checkpoint.held), f"a checkpoint at {checkpoint.page} is in no tier"
+            assert any(checkpoint.residencies), f"a checkpoint at {checkpoint.page} is in no tier"
             _audit_follower(checkpoint)
-            for residency in checkpoint.held:
+            for residency in checkpoint.residencies:
                 if residency is not None:
                     _audit_residency(tree, residency)
     for tier, count in owned.items():
@@ -47,16 +47,16 @@ def audit(tree: Tree) -> None:
 
 
 def _queued(tree: Tree) -> Iterator[tuple[Account, Victim]]:
-    """Everything that is queued, and whose it is."""
+    """Every queued victim, with its account."""
     for node in tree.nodes():
-        held = [each for checkpoint in (node.checkpoints or {}).values() for each in checkpoint.held]
+        held = [each for checkpoint in (node.checkpoints or {}).values() for each in checkpoint.residencies]
         for victim in (*node.runs, *held):
             if victim is not None and victim.entry:
                 yield node.account, victim
 
 
 def _add_held(tree: Tree, node: Node, held: dict[tuple[Account, Tier, Kind], list[PageIds]]) -> None:
-    """Adds a node's pages, with their rows, and those of its checkpoints to what its account has."""
+    """Adds the pages of a node, their rows, and the pages of its checkpoints to those of its account."""
     assert node.parent is None or node.account is node.parent.account, f"{node} is not of its parent's account"
 
     def add(tier: Tier, kind: Kind, ids: PageIds) -> None:
@@ -68,7 +68,7 @@ def _add_held(tree: Tree, node: Node, held: dict[tuple[Account, Tier, Kind], lis
             if run.tier is Tier.DEVICE and tree.row_pages is not None:
                 add(run.tier, Kind.ROWS, tree.row_pages.rows[run.ids[run.ids != ABSENT]])
     for checkpoint in (node.checkpoints or {}).values():
-        for residency in checkpoint.held:
+        for residency in checkpoint.residencies:
             if residency is not None:
                 for kind, ids in residency.spans():
                     add(residency.tier, kind, ids)
@@ -118,8 +118,8 @@ def _audit_run(tree: Tree, run: Run) -> None:
     assert int(np.count_nonzero(state == READY)) == run.num_ready, f"{node}: {run.num_ready=} is wrong"
     assert (state != FREE).all(), f"{node} refers to a free page"
     assert all(owner is node for owner in tree.owner[run.tier][ids]), f"{node}: a page of it has another owner"
-    tail = tree.ranking.tails.of(run)
-    if tail is not None and tree.ranking.tails.idle(run, tail.start, at_most=1).num_pages:
+    tail = tree.ranking.suffixes.of(run)
+    if tail is not None and tree.ranking.suffixes.idle(run, tail.start, at_most=1).num_pages:
         assert run.entry, f"{node} could be evicted from {run.tier.label} but is not queued"
 
 

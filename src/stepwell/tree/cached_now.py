@@ -1,6 +1,6 @@
-"""Everything that is cached at this moment, told as a feed would have told it: for listeners that come late, or lost something.
+"""Everything that is cached now, as a feed would have reported it, for listeners that start late or lost events.
 
-Looks at every node. Changes nothing but the keys that nodes keep.
+Visits every node. Changes nothing but the keys that nodes keep.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stepwell.tree.tree import Tree
 
 
 def cached_now(tree: Tree) -> list[CacheEvent]:
-    """Pages and checkpoints that can be read in memory, parents before children. What a store has is not known here."""
+    """Events for the pages and checkpoints that are readable in memory, parents before children. Stores are not included."""
     feeds = Feeds(tree.page_bytes)
     feed = feeds.listen(lambda _: None, most_pages=sys.maxsize)
     for node in tree.nodes():
@@ -24,7 +24,7 @@ def cached_now(tree: Tree) -> list[CacheEvent]:
         for tier in tree.tiers:
             run = node.runs[tier]
             if run is not None:
-                can_be_read = tree.arenas[tier].state[Kind.PREFIX][run.ids] == READY  # of some other page where there is none
+                can_be_read = tree.arenas[tier].state[Kind.PREFIX][run.ids] == READY  # meaningless where the id is ABSENT
                 feeds.pages_stored(node, tier, can_be_read & (run.ids != ABSENT))
             for checkpoint in (node.checkpoints or {}).values():
                 residency = checkpoint.ready_in(tier)

@@ -1,6 +1,6 @@
-"""Checkpoints come and go, tier by tier: complete in a tier, or absent from it.
+"""Adds checkpoints to tiers and removes them. A checkpoint is complete in a tier or absent from it.
 
-Prefix pages are never touched here. A checkpoint that is in no tier any more leaves its node, with a note of why.
+Never touches prefix pages. A checkpoint that is in no tier any more leaves its node, with a note of the reason.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from stepwell.tree.tree import Tree
 def add_residency(
     tree: Tree, node: Node, page: int, tier: Tier, *, windows: PageIds, points: PageIds, ready: bool, now: float
 ) -> Residency | None:
-    """Places a checkpoint at boundary `page` in `tier`; or returns None, with nothing taken, if one is there already.
+    """Adds a checkpoint at boundary `page` to `tier`; returns None, and changes no reference, if there is one already.
 
-    Takes a reference of its own to each window page, for others may go on reading it; takes over the caller's
-    reference to the point, which is nobody else's.
+    Adds a reference to each window page, because others may still read it. Takes over the caller's reference to the point, which
+    has no other.
     """
     assert node.start < page <= node.end, f"boundary {page} is not in {node}"
     if node.checkpoints is None:
@@ -32,30 +32,30 @@ def add_residency(
         checkpoint = node.checkpoints[page] = Checkpoint(node, page, now)
         untrack(node.checkpoints)
         _follow(tree, checkpoint)
-    if checkpoint.held[tier] is not None:
+    if checkpoint.residencies[tier] is not None:
         return None
     arena = tree.arenas[tier]
-    residency = checkpoint.held[tier] = Residency(
+    residency = checkpoint.residencies[tier] = Residency(
         checkpoint, tier, windows=windows, points=points, ready=ready, strides=arena.layout.strides
     )
     if len(windows):
         arena.retain_for_tree(Kind.WINDOW, windows)
     if len(points):
         arena.transfer_to_tree(Kind.POINT, points)
-    tree.accounts.charge(node.account, tier, _bytes_kept(tree, residency, times=1))
+    tree.accounts.charge(node.account, tier, _tree_bytes(tree, residency, times=1))
     tree.lost_checkpoints.remove(node, page)
     tree.version += 1
     tree.carry_checkpoints_up(node, tier, before)
     tree.ranking.queue_residency(residency)
     if ready:
-        tree.ranking.queue_repeated(residency)
+        tree.ranking.queue_duplicate(residency)
     if ready and tree.feeds:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
     return residency
 
 
 def _follow(tree: Tree, checkpoint: Checkpoint) -> None:
-    """The neighbours of a new checkpoint are needed less from now on: each only for what lies between it and the next."""
+    """Links a new checkpoint to its neighbours and queues those again, since each now saves only the distance to the new one."""
     assert checkpoint.node is not None
     before = previous_checkpoint(checkpoint.node, checkpoint.page)
     following = _next_below(checkpoint, before)
@@ -63,7 +63,7 @@ def _follow(tree: Tree, checkpoint: Checkpoint) -> None:
     if before is not None:
         _link(before, checkpoint)
     for neighbour in (before, following):
-        for residency in neighbour.held if neighbour is not None else ():
+        for residency in neighbour.residencies if neighbour is not None else ():
             if residency is not None:
                 tree.ranking.queue_residency(residency, again=True)
 
@@ -75,7 +75,7 @@ def _link(before: Checkpoint, following: Checkpoint | None) -> None:
 
 
 def _next_below(checkpoint: Checkpoint, before: Checkpoint | None) -> Checkpoint | None:
-    """The next checkpoint in its node, or what followed `before`, if that is not on another branch."""
+    """The next checkpoint in its node, or the follower of `before` if that is not on another branch."""
     node = checkpoint.node
     assert node is not None and node.checkpoints is not None
     in_node = min((page for page in node.checkpoints if page > checkpoint.page), default=None)
@@ -89,51 +89,51 @@ def _next_below(checkpoint: Checkpoint, before: Checkpoint | None) -> Checkpoint
 
 
 def residency_arrived(tree: Tree, residency: Residency) -> None:
-    """All of a residency's pages have their bytes: matches may use it."""
+    """Notes that all pages of a residency have their bytes, so that matches may use it."""
     residency.ready = True
     tree.version += 1
     tree.ranking.queue_residency(residency)
-    tree.ranking.queue_repeated(residency)
+    tree.ranking.queue_duplicate(residency)
     node = residency.checkpoint.node
-    if tree.feeds and node is not None and residency.checkpoint.held[residency.tier] is residency:
+    if tree.feeds and node is not None and residency.checkpoint.residencies[residency.tier] is residency:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_STORED, node, residency)
 
 
 def drop_residency(tree: Tree, residency: Residency, loss: Loss) -> None:
-    """Takes a checkpoint out of one tier; out of the tree when it was the last. Prefix pages stay."""
+    """Removes a checkpoint from one tier, and from the tree if it was in no other. Prefix pages stay."""
     node = residency.checkpoint.node
-    if node is None or residency.checkpoint.held[residency.tier] is not residency:
+    if node is None or residency.checkpoint.residencies[residency.tier] is not residency:
         return
     checkpoint, tier = residency.checkpoint, residency.tier
     assert node.parent is not None and node.parent.kids is not None
-    checkpoint.held[tier] = None
+    checkpoint.residencies[tier] = None
     tree.version += 1
-    if checkpoint.held[1 - tier] is None:
-        _leave_node(checkpoint, node)
+    if checkpoint.residencies[1 - tier] is None:
+        _remove_from_node(checkpoint, node)
         tree.lost_checkpoints.add(node, checkpoint.page, loss)
     tree.carry_checkpoints_up(node, tier, before=True)
     tree.queue(node)
-    let_go(tree, node, residency)
+    release_pages(tree, node, residency)
 
 
-def forget(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
-    """Drops a checkpoint from all tiers without touching the counts above its node."""
+def drop_checkpoint(tree: Tree, checkpoint: Checkpoint, loss: Loss) -> None:
+    """Removes a checkpoint from all tiers without updating the counts above its node."""
     node = checkpoint.node
     assert node is not None
-    _leave_node(checkpoint, node)
+    _remove_from_node(checkpoint, node)
     tree.lost_checkpoints.add(node, checkpoint.page, loss)
-    for residency in checkpoint.held:
+    for residency in checkpoint.residencies:
         if residency is not None:
-            let_go(tree, node, residency)
-    checkpoint.held = [None, None]
+            release_pages(tree, node, residency)
+    checkpoint.residencies = [None, None]
 
 
-def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
-    """Whether paths branch off between two checkpoints. Who resumed at the first after the second was left did that.
+def branches_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
+    """Whether paths branch off between two checkpoints: requests have resumed at the first one although the second existed.
 
     pages    ..... checkpoint ...... node.end ...... following
                        o----------------+----------------o
-                                        +---- theirs
+                                        +---- branch
     """
     node = following.node
     while node is not None and node is not checkpoint.node:
@@ -144,42 +144,42 @@ def is_left_between(checkpoint: Checkpoint, following: Checkpoint) -> bool:
 
 
 def is_superseded(checkpoint: Checkpoint, *, milestone_pages: int) -> bool:
-    """Whether a later checkpoint of its path serves everybody who would resume at this one, as far as anybody knows.
+    """Whether, as far as is known, a later checkpoint of its path serves every request that would resume at this one.
 
-    That of an answer does once somebody has come back with the answer: who asks the same again, or leaves out what was thought
-    aloud, resumes at the prompt's.
+    A checkpoint at the end of an answer does so only after a request has continued from it: until then, a request that repeats
+    the prompt, or leaves out the reasoning, resumes at the end of the prompt.
     """
     following = checkpoint.follower
     if following is None or following.used_at < checkpoint.used_at or (following.answers and not following.uses):
         return False
     is_milestone = milestone_pages > 0 and checkpoint.page % milestone_pages == 0
-    return not is_milestone and not is_left_between(checkpoint, following)
+    return not is_milestone and not branches_between(checkpoint, following)
 
 
-def _bytes_kept(tree: Tree, residency: Residency, *, times: int) -> int:
-    """Bytes of a residency's pages that the tree keeps so many times: neighbours may share window pages."""
+def _tree_bytes(tree: Tree, residency: Residency, *, times: int) -> int:
+    """Bytes of a residency's pages that have `times` references of the tree: neighbours may share window pages."""
     arena, size = tree.arenas[residency.tier], 0
     for kind, ids in residency.spans():
         size += int(np.count_nonzero(arena.tree_refs[kind][ids] == times)) * arena.layout.strides[kind]
     return size
 
 
-def let_go(tree: Tree, node: Node, residency: Residency) -> None:
-    """Gives back the pages of a checkpoint that left a tier, and its node, and says so."""
+def release_pages(tree: Tree, node: Node, residency: Residency) -> None:
+    """Releases the pages of a checkpoint that left a tier, and reports that."""
     arena, all_freed = tree.arenas[residency.tier], True
     for kind, ids in residency.spans():
         all_freed = len(arena.release_for_tree(kind, ids)) == len(ids) and all_freed
-    size = residency.size_bytes if all_freed else _bytes_kept(tree, residency, times=0)
+    size = residency.size_bytes if all_freed else _tree_bytes(tree, residency, times=0)
     tree.accounts.charge(node.account, residency.tier, -size)
     tree.ranking.unqueue(residency, node.account)
     if residency.ready and tree.feeds:
         tree.feeds.checkpoint(EventKind.CHECKPOINT_EVICTED, node, residency)
-    for told in tree.on_left:
-        told(residency)
+    for callback in tree.on_checkpoint_evicted:
+        callback(residency)
 
 
-def _leave_node(checkpoint: Checkpoint, node: Node) -> None:
-    """Takes a checkpoint out of its node; the one before it is followed by the one after it."""
+def _remove_from_node(checkpoint: Checkpoint, node: Node) -> None:
+    """Removes a checkpoint from its node and links its neighbours to each other."""
     assert node.checkpoints is not None
     before, following = checkpoint.leader, checkpoint.following
     if before is not None and before.following is checkpoint:

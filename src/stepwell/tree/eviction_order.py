@@ -1,12 +1,13 @@
-"""One order of candidates for eviction: who is worth least now, though worth changes while nobody looks. Decides nothing else.
+"""An order of candidates for eviction, the least valuable first, although values change over time. Decides nothing else.
 
-An order is a heap for each place, none of them ever rebuilt. An entry may be out of date: it counts only while its number is the
-victim's own, and a victim whose standing rose since it was pushed is put back when it surfaces; so touching a victim costs
-nothing. Entries whose victim is gone are swept out a few at a time: every push moves a few entries from the older half to the
-newer one and leaves the dead behind. Whoever sweeps at each death too has no more entries than a few times the live ones.
+An order has one heap for each value class, and no heap is ever rebuilt. Entries may be stale: an entry counts only while its
+number is the victim's own, and a victim whose standing rose since it was pushed is pushed again when it surfaces, so using a
+victim costs nothing. Stale entries are swept out a few at a time: every push moves a few entries from the older half to the newer
+one and drops those that are stale. A caller that also sweeps whenever an entry becomes stale bounds the number of entries to a
+few times the live ones.
 
-Which place goes first depends on the time. While a tier makes room none passes (`hold`), and the heads of all places are kept in
-order: to find the first again costs nothing for places that did not change.
+Which value class goes first depends on the time. While a tier evicts, time is frozen (`freeze_time`) and the heads of all value
+classes are kept in order, so finding the first again costs nothing for classes that did not change.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from stepwell.base.untracked import untrack
-from stepwell.policy.value import Place, ValuePolicy
+from stepwell.policy.value import ValueClass, ValuePolicy
 from stepwell.tree.node import Victim
 
 SWEPT_PER_PUSH = 2
-WORTHLESS, REPEATED, USEFUL = -2, -1, 0  # ranks: what nothing can use goes first, then what another tier has too
+WORTHLESS, DUPLICATE, USEFUL = -2, -1, 0  # ranks: unusable victims go first, then those that another tier has too
 
 
 class Standing(NamedTuple):
-    """Where a victim stands: by rank, then by what its place is worth now.
+    """A victim's position: by rank, then by the worth of its value class now.
 
-    Of what is REPEATED the most valuable goes first: it leaves the other tier last, and has to be copied again last. So its place
-    is told by the negative of since when.
+    Among DUPLICATE victims the most valuable goes first, since it leaves the other tier last and must be copied again last. Their
+    value classes therefore hold the negative of the last visit.
     """
 
     rank: int
-    place: Place
+    value_class: ValueClass
 
 
 _Key = tuple[int, int, int]  # rank, group, level
-_Entry = tuple[float, int, Victim]  # since when, number, who
+_Entry = tuple[float, int, Victim]  # last visit, number, victim
 _Heaps = dict[_Key, list[_Entry]]
-# The order of a head: rank, worth, since when, number. Then a number of its own, its place, and the heap it is the first of.
+# Heads are ordered by rank, worth, last visit and number. Then follow a number of the head, its key, and the heap it is first in.
 Head = tuple[int, float, float, int, int, _Key, list[_Entry]]
 
 
@@ -48,14 +49,14 @@ class EvictionOrder:
         self._value = value
         self._older: _Heaps = {}
         self._newer: _Heaps = {}
-        self._num_pushed = 0  # to here alone
-        self._turns: list[tuple[_Heaps, _Key]] = []  # places that `next_head` has still to look at
-        self._heads: list[Head] | None = None  # while held: a heap. A heap of entries has one that counts, its latest
-        self._latest: dict[int, int] = {}  # by the identity of a heap, the number of that
+        self._num_pushed = 0  # to this order alone
+        self._turns: list[tuple[_Heaps, _Key]] = []  # heaps that `next_head` has not looked at yet
+        self._heads: list[Head] | None = None  # a heap while time is frozen; only the latest head of each heap counts
+        self._latest: dict[int, int] = {}  # the number of the latest head, by the identity of its heap
         self._last_head = 0
 
     def __len__(self) -> int:
-        """Entries, live or not."""
+        """The number of entries, live or stale."""
         return sum(len(heap) for heaps in (self._older, self._newer) for heap in heaps.values())
 
     def __bool__(self) -> bool:
@@ -63,27 +64,27 @@ class EvictionOrder:
         return bool(self._older or self._newer)
 
     def live(self) -> Iterator[Victim]:
-        """Who is queued here, in no order. Looks at everything."""
+        """The queued victims, in no order. Scans all entries."""
         for heaps in (self._older, self._newer):
             for heap in heaps.values():
                 yield from (victim for _, number, victim in heap if victim.entry == number)
 
     def push(self, victim: Victim, standing: Standing, *, number: int | None = None) -> None:
-        """Queues `victim`; an earlier entry of it no longer counts.
+        """Queues `victim`; an earlier entry of it becomes stale.
 
-        `number` is one that another order has given it, if it is to count there and here alike.
+        `number` is the one that another order gave it, for an entry that counts in both orders.
         """
         if number is None:
             number = self._num_pushed = self._num_pushed + 1
             victim.entry, victim.standing = number, standing.rank
-        place = standing.place
-        entry = (place.since, number, victim)
+        value_class = standing.value_class
+        entry = (value_class.last_visit_s, number, victim)
         untrack(entry)
-        self._add((standing.rank, place.group, place.level), entry)
+        self._add((standing.rank, value_class.hazard_group, value_class.gain_level), entry)
         self.sweep()
 
-    def hold(self) -> bool:
-        """Nobody's worth changes until `let_go`. False where that was said already."""
+    def freeze_time(self) -> bool:
+        """Values do not change until `unfreeze_time`. False if time is frozen already."""
         if self._heads is not None:
             return False
         self._heads = []
@@ -95,18 +96,18 @@ class EvictionOrder:
         heapify(self._heads)
         return True
 
-    def let_go(self) -> None:
-        """Time passes again."""
+    def unfreeze_time(self) -> None:
+        """Values change with time again."""
         self._heads = None
         self._latest.clear()
 
     def head(self) -> tuple[Victim, Standing] | None:
-        """The first live entry and where it stood when it was queued; stays queued."""
+        """The first live entry and its standing when it was queued; stays queued."""
         found = self._first()
         return (found[0][0][2], found[1]) if found is not None else None
 
     def pop(self) -> Victim | None:
-        """Takes out the first live entry; its victim is then not queued."""
+        """Removes and returns the first live entry's victim, which is then not queued."""
         found = self._first()
         if found is None:
             return None
@@ -115,7 +116,7 @@ class EvictionOrder:
         return victim
 
     def next_head(self) -> tuple[Victim, Standing] | None:
-        """The first live entry of some place, another one at each call; stays queued."""
+        """The first live entry of some value class, a different class at each call; stays queued."""
         if not self._turns:
             self._turns = [(heaps, key) for heaps in (self._older, self._newer) for key in heaps]
         while self._turns:
@@ -134,15 +135,15 @@ class EvictionOrder:
             self._heads = []
 
     def rank(self, standing: Standing) -> tuple[int, float, float]:
-        """For comparing: the lowest goes first. Of two equal worths the one visited longer ago does."""
-        return standing.rank, self._worth(standing.rank, *standing.place), standing.place.since
+        """A key to compare standings by: the lowest goes first; of two equal values, the one visited longer ago."""
+        return standing.rank, self._worth(standing.rank, *standing.value_class), standing.value_class.last_visit_s
 
     def _first(self) -> tuple[list[_Entry], Standing] | None:
-        """The heap whose head goes first, and where that stands."""
+        """The heap whose head goes first, and the standing of that head."""
         if self._heads is not None:
-            held = self._held_head()
-            return (held[6], _standing(held[5], held[6])) if held is not None else None
-        first: list[tuple[_Key, list[_Entry]]] = []  # of the lowest rank: mostly one, whose worth is not asked for then
+            frozen = self._frozen_head()
+            return (frozen[6], _standing(frozen[5], frozen[6])) if frozen is not None else None
+        first: list[tuple[_Key, list[_Entry]]] = []  # those of the lowest rank; mostly a single one, which needs no comparing
         for heaps in (self._older, self._newer):
             for key in list(heaps):
                 if first and key[0] > first[0][0][0]:
@@ -158,10 +159,10 @@ class EvictionOrder:
         key, heap = min(first, key=self._order_of_head) if len(first) > 1 else first[0]
         return heap, _standing(key, heap)
 
-    def _held_head(self) -> Head | None:
-        """As `head`, while the order is held: as it was queued."""
+    def _frozen_head(self) -> Head | None:
+        """Like `head`, while time is frozen."""
         heads = self._heads
-        assert heads is not None, "the order is not held"
+        assert heads is not None, "time is not frozen"
         while heads:
             head = heads[0]
             _, _, _, number, latest, key, heap = head
@@ -180,7 +181,7 @@ class EvictionOrder:
         return None
 
     def _head_of(self, key: _Key, heap: list[_Entry]) -> Head:
-        """Says that what is first in a heap now counts as its head."""
+        """A new head for the first entry of a heap; earlier heads of the heap no longer count."""
         since, number, _ = heap[0]
         self._last_head = self._latest[id(heap)] = self._last_head + 1
         return key[0], self._worth(*key, since), since, number, self._last_head, key, heap
@@ -194,16 +195,16 @@ class EvictionOrder:
         if self._heads is not None and heap[0] is entry:
             heappush(self._heads, self._head_of(key, heap))
 
-    def _order_of_head(self, place: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:
-        (rank, group, level), heap = place
+    def _order_of_head(self, value_class: tuple[_Key, list[_Entry]]) -> tuple[float, float, int]:
+        (rank, group, level), heap = value_class
         since, number, _ = heap[0]
         return self._worth(rank, group, level, since), since, number
 
     def _worth(self, rank: int, group: int, level: int, since: float) -> float:
-        return self._value.worth(group, level, since) if rank != REPEATED else -self._value.worth(group, level, -since)
+        return self._value.worth(group, level, since) if rank != DUPLICATE else -self._value.worth(group, level, -since)
 
     def sweep(self, count: int = SWEPT_PER_PUSH) -> None:
-        """Looks at so many entries, and takes out those that no longer count."""
+        """Checks `count` entries and drops those that are stale."""
         for _ in range(count):
             if not self._older:
                 self._older, self._newer = self._newer, self._older
@@ -212,7 +213,7 @@ class EvictionOrder:
             if not heap:
                 del self._older[key]
                 continue
-            entry = heap.pop()  # the last of a heap can go without disturbing it
+            entry = heap.pop()  # the last entry of a heap can be removed without reordering it
             if not heap:
                 del self._older[key]
             if entry[2].entry == entry[1]:
@@ -220,7 +221,7 @@ class EvictionOrder:
 
 
 def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
-    """The heap of a place, with a live entry first; None, and no heap, when it has none."""
+    """The heap of a key, with a live entry first; None if it has no live entry, and then the heap is removed."""
     heap = heaps.get(key)
     while heap and heap[0][2].entry != heap[0][1]:
         heappop(heap)
@@ -231,4 +232,4 @@ def _living(heaps: _Heaps, key: _Key) -> list[_Entry] | None:
 
 
 def _standing(key: _Key, heap: list[_Entry]) -> Standing:
-    return Standing(key[0], Place(key[1], key[2], heap[0][0]))
+    return Standing(key[0], ValueClass(key[1], key[2], heap[0][0]))

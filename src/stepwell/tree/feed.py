@@ -1,16 +1,16 @@
-"""What becomes of cached pages and checkpoints, as a feed: stored in a tier, evicted from one, under the keys that name them.
+"""A feed of events about cached pages and checkpoints: stored in a tier, or evicted from one. Keys name them.
 
     cache.listen()  ->  EventFeed       from now on
     feed.take()     ->  events since the last call, oldest first
     feed.close()
 
-For routers and engines that tell others what is cached here. While nobody listens it costs one look at an empty list. A feed
-is bounded: who does not take loses the oldest events, and `lost_pages` says how many. Decides nothing, and holds no page.
+For routers, and for engines that publish what is cached here. Without a listener the cost is one check of an empty list. A feed
+is bounded: a listener that does not take its events loses the oldest ones, and `lost_pages` counts them. Holds no pages.
 
-Device and host are told of exactly: what was stored is evicted once. A store evicts without telling, so that its evictions are
-told when somebody asks it for the value and does not get it. For that the latest keys are remembered that were told as stored
-there, `MOST_IN_STORE` of them. When a store is detached, these are told as evicted. What a store has of a namespace that was
-cleared is of no use, and is told of neither way.
+Events about device and host are exact: everything stored is reported as evicted once. A store does not report its evictions, so
+an eviction is reported when a value is requested from the store and is missing. For this, the latest `MOST_IN_STORE` keys that
+were reported as stored there are remembered; when the store is detached, they are reported as evicted. Values in a store under a
+namespace that was cleared are useless, and are not reported at all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from stepwell.base.prompt import KEY_BYTES, PageKey
 from stepwell.tree.keys import end_key
 from stepwell.tree.node import Node, Residency
 
-MOST_PAGES = 65_536  # that one feed holds for its listener: some 20 MB of keys and tokens
-MOST_IN_STORE = 262_144  # pages and checkpoints that are remembered as told of in a store: some 50 MB
+MOST_PAGES = 65_536  # that one feed holds for its listener: about 20 MB of keys and tokens
+MOST_IN_STORE = 262_144  # pages and checkpoints that are remembered as reported in a store: about 50 MB
 
 
 class EventKind(Enum):
@@ -50,9 +50,10 @@ class CacheEvent:
 
     kind: EventKind
     tier: Tier
-    keys: tuple[PageKey, ...]  # of each page; of a checkpoint, that of the last page before its boundary
-    first: int = 0  # the number of the first of them on its path. This and what follows: of pages stored in memory
-    parent: PageKey | None = None  # the key of the page before them: the namespace's digest where there is none
+    keys: tuple[PageKey, ...]  # of each page; for a checkpoint, of the last page before its boundary
+    # The following fields are set for pages stored in memory.
+    first: int = 0  # the index of the first page on its path
+    parent: PageKey | None = None  # the key of the page before the first; the namespace's digest if there is none
     tokens: bytes = b""  # packed (`base/prompt.py`)
 
 
@@ -66,7 +67,7 @@ class EventFeed:
         self._most_pages = most_pages
         self._events: deque[CacheEvent] = deque()
         self._num_pages = 0
-        self.lost_pages = 0  # that were told of and not taken in time
+        self.lost_pages = 0  # pages of events that were dropped because they were not taken in time
 
     def add(self, event: CacheEvent) -> None:
         self._events.append(event)
@@ -85,7 +86,7 @@ class EventFeed:
         return events
 
     def close(self) -> None:
-        """Hears nothing more. Raises WrongThread."""
+        """Ends the feed. Raises WrongThread."""
         self._check("EventFeed.close")
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
@@ -93,18 +94,18 @@ class EventFeed:
 
 
 class Feeds:
-    """Everybody who listens to one tree. False while nobody does: what tells asks that first."""
+    """The open feeds of one tree. False if there are none, which callers check before they build events."""
 
     def __init__(self, page_bytes: int) -> None:
         self._page_bytes = page_bytes
         self._open: list[EventFeed] = []
-        self._in_store: OrderedDict[tuple[bool, PageKey], None] = OrderedDict()  # whether pages or a checkpoint, oldest first
+        self._in_store: OrderedDict[tuple[bool, PageKey], None] = OrderedDict()  # (whether it is a page, key), oldest first
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def listen(self, check: Callable[[str], None], *, most_pages: int) -> EventFeed:
-        """Raises ConfigError."""
+        """Opens a feed. Raises ConfigError."""
         if most_pages < 1:
             raise ConfigError(f"a feed holds 1 page or more for its listener, got most_pages={most_pages}")
         feed = EventFeed(self._close, check, most_pages=most_pages)
@@ -112,13 +113,13 @@ class Feeds:
         return feed
 
     def pages_stored(self, node: Node, tier: Tier, which: npt.NDArray[np.bool_]) -> None:
-        """Pages of a node that can be read in a tier from now on."""
+        """Reports pages of a node that became readable in a tier."""
         assert node.parent is not None
-        end_key(node, self._page_bytes)  # so that the node has its keys, now and when they leave
+        end_key(node, self._page_bytes)  # computes the node's keys, also for the eviction event
         size, tokens = self._page_bytes, node.first + node.rest
         for start, end in _stretches(which):
             parent = _keys(node, start - 1, start)[0] if start else end_key(node.parent, size)
-            self._tell(
+            self._publish(
                 CacheEvent(
                     kind=EventKind.PAGES_STORED, tier=tier, keys=_keys(node, start, end), first=node.start + start,
                     parent=parent, tokens=tokens[start * size : end * size],
@@ -126,37 +127,37 @@ class Feeds:
             )  # fmt: skip
 
     def pages_evicted(self, node: Node, tier: Tier, which: npt.NDArray[np.bool_]) -> None:
-        """Pages that could be read, and leave a tier. Called before they do. Those without keys were never told of."""
+        """Reports readable pages that leave a tier, before they do. Pages without keys were never reported as stored."""
         for start, end in _stretches(which[: len(node.keys) // KEY_BYTES]):
-            self._tell(CacheEvent(kind=EventKind.PAGES_EVICTED, tier=tier, keys=_keys(node, start, end)))
+            self._publish(CacheEvent(kind=EventKind.PAGES_EVICTED, tier=tier, keys=_keys(node, start, end)))
 
     def checkpoint(self, kind: EventKind, node: Node, residency: Residency) -> None:
-        """A checkpoint that can be resumed from in a tier from now on, or can no longer."""
+        """Reports that a checkpoint became, or is no longer, resumable in a tier."""
         at = residency.checkpoint.page - node.start
         if kind is EventKind.CHECKPOINT_STORED:
             end_key(node, self._page_bytes)
         if len(node.keys) >= at * KEY_BYTES:
-            self._tell(CacheEvent(kind=kind, tier=residency.tier, keys=_keys(node, at - 1, at)))
+            self._publish(CacheEvent(kind=kind, tier=residency.tier, keys=_keys(node, at - 1, at)))
 
     def store(self, kind: EventKind, keys: Iterable[PageKey]) -> None:
-        """What a store says it has, or turns out not to have."""
-        told = tuple(keys)
+        """Reports values that a store has, or turned out not to have."""
+        sent = tuple(keys)
         is_pages, is_stored = kind in _OF_PAGES, kind in _STORED
-        for key in told:
+        for key in sent:
             self._in_store.pop((is_pages, key), None)
             if is_stored:
                 self._in_store[is_pages, key] = None
         while len(self._in_store) > MOST_IN_STORE:
             self._in_store.popitem(last=False)
-        if told:
-            self._tell(CacheEvent(kind=kind, tier=Tier.STORE, keys=told))
+        if sent:
+            self._publish(CacheEvent(kind=kind, tier=Tier.STORE, keys=sent))
 
     def store_lacks(self, kind: EventKind, keys: Iterable[PageKey]) -> None:
-        """What a store was asked for and has not: an eviction if it was told as stored, and nothing new otherwise."""
+        """Reports requested values that a store lacks as evicted, if they were reported as stored."""
         self.store(kind, [key for key in keys if (kind in _OF_PAGES, key) in self._in_store])
 
-    def store_left(self) -> None:
-        """No store is attached any more: what it was told to have can not be had from it."""
+    def store_detached(self) -> None:
+        """The store was detached: reports everything in it as evicted."""
         for kind in (EventKind.CHECKPOINT_EVICTED, EventKind.PAGES_EVICTED):
             self.store(kind, [key for is_pages, key in self._in_store if is_pages == (kind in _OF_PAGES)])
 
@@ -165,7 +166,7 @@ class Feeds:
         if not self._open:
             self._in_store.clear()
 
-    def _tell(self, event: CacheEvent) -> None:
+    def _publish(self, event: CacheEvent) -> None:
         for feed in self._open:
             feed.add(event)
 
@@ -175,6 +176,6 @@ def _keys(node: Node, start: int, end: int) -> tuple[PageKey, ...]:
 
 
 def _stretches(which: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where neighbours are true: `[start, end)` of each run of them."""
+    """The `[start, end)` of each run of true elements."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], which, [False])).view(np.int8)))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]

@@ -1,4 +1,4 @@
-"""The keys of pages in the tree, by which stores and listeners know them: chained, made when first asked for, kept in nodes."""
+"""The keys that name pages of the tree in stores and events. They are chained, computed at first use, and kept in nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = np.dtype(f"V{KEY_BYTES}")
 def path_keys(
     root: PageKey, path: Sequence[Node], packed: bytes, *, known: int, upto: int, page_bytes: int
 ) -> tuple[PageKey, ...]:
-    """The keys of the first `upto` pages of a prompt, of which the nodes of `path` hold the first `known`."""
+    """The keys of the first `upto` pages of a prompt. The nodes of `path` hold the first `known` pages."""
     keys: list[PageKey] = []
     for node in path:
         if node.start >= min(known, upto):
@@ -28,12 +28,12 @@ def path_keys(
 def node_keys(node: Node, parent: PageKey, page_bytes: int) -> list[PageKey]:
     """The keys of all of a node's pages, chained on the key of the page before it."""
     _compute(node, parent, page_bytes)
-    keys: list[PageKey] = np.frombuffer(node.keys, _KEY).tolist()  # nine times as fast as slicing
+    keys: list[PageKey] = np.frombuffer(node.keys, _KEY).tolist()  # nine times faster than slicing
     return keys
 
 
 def end_key(node: Node, page_bytes: int) -> PageKey:
-    """The key of a node's last page; of a root, its namespace's."""
+    """The key of a node's last page; for a root, its namespace's digest."""
     without_keys: list[Node] = []
     while node.parent is not None and len(node.keys) < node.num_pages * KEY_BYTES:
         without_keys.append(node)
@@ -47,7 +47,7 @@ def end_key(node: Node, page_bytes: int) -> PageKey:
 
 
 def keys_within(node: Node, first: int, upto: int, page_bytes: int) -> list[PageKey]:
-    """The keys of pages `first` to `upto` of the path to a node, which holds the last of them."""
+    """The keys of pages `[first, upto)` of the path to a node, which holds the last of them."""
     pieces: list[bytes] = []
     while first < upto:
         assert node.parent is not None and node.start < upto <= node.end, f"page {upto - 1} is not in {node}"

@@ -1,9 +1,9 @@
-"""What is known of a path: the deepest boundary a request can resume from, over all states and tiers.
+"""Finds how much of a prompt is cached, and the deepest boundary it can resume from, over all states and tiers.
 
     tokens   0 ........................................................ prompt
              |----------------- known path -----------------|           the tree has these tokens
-             |-------- every page has arrived --------|                 in some tier
-             |---- restore point ----|                                  and a complete checkpoint is here
+             |-------- every page has arrived --------|                 each in some tier
+             |---- restore point ----|                                  with a complete checkpoint at its end
 
 Pure: reads nodes, returns a Match. Allocates no pages, touches no recency, splits nothing.
 """
@@ -26,13 +26,13 @@ from stepwell.tree.tree import Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Match:
-    """What the cache knows of a prompt, in tokens; true as long as `tree` stays at `version`."""
+    """What the cache has of a prompt, in tokens; valid while `tree` is at `version`."""
 
     tree: Tree
     namespace: Namespace
     packed: bytes
     prompt_tokens: int
-    limit_tokens: int  # no restore point beyond this was looked for
+    limit_tokens: int  # the search for a restore point stopped here
     known_tokens: int
     arrived_tokens: int
     restore_tokens: int
@@ -50,7 +50,7 @@ class Match:
 
 
 def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | None = None) -> Match:
-    """Walks the path of a prompt as far as it is known, or to a boundary at or below `limit_tokens`."""
+    """Follows the path of a prompt as far as it is known, or to a boundary at or below `limit_tokens`."""
     spec = tree.spec
     prompt_tokens = len(packed) // TOKEN_BYTES
     most = spec.usable(prompt_tokens) if limit_tokens is None else spec.floor(min(limit_tokens, prompt_tokens))
@@ -82,9 +82,9 @@ def find(tree: Tree, namespace: Namespace, packed: bytes, limit_tokens: int | No
 
 
 def find_again(tree: Tree, match: Match) -> Match:
-    """The same match as long as the tree has not changed, else a new one. Raises LeaseError for a match of another cache."""
+    """The same match if the tree has not changed, otherwise a new one. Raises LeaseError for a match of another cache."""
     if match.tree is not tree:
-        raise LeaseError("this match belongs to another cache: look the prompt up in the cache that is to use it")
+        raise LeaseError("this match belongs to another cache: look the prompt up in the cache that you use it with")
     if match.version == tree.version:
         return match
     return find(tree, match.namespace, match.packed, match.limit_tokens)
@@ -105,7 +105,7 @@ def ids_of(path: tuple[Node, ...], tier: Tier, upto: int) -> PageIds:
 
 
 def _walk(tree: Tree, namespace: Namespace, packed: bytes, limit: int) -> tuple[tuple[Node, ...], int]:
-    """The nodes that share tokens with the prompt, and how many pages they share, up to `limit`."""
+    """The nodes that share tokens with the prompt, and the number of shared pages, up to `limit`."""
     size = tree.page_bytes
     node = tree.roots.get(namespace.digest)
     path: list[Node] = []
@@ -125,7 +125,7 @@ def _walk(tree: Tree, namespace: Namespace, packed: bytes, limit: int) -> tuple[
 
 
 def _arrived_pages(tree: Tree, path: tuple[Node, ...], known: int) -> int:
-    """How many of the path's first `known` pages can be read in some tier, without a gap."""
+    """The number of leading pages of the path, up to `known`, that are readable in some tier."""
     for node in path:
         if any(run is not None and run.num_ready == node.num_pages for run in node.runs):
             continue
@@ -139,7 +139,7 @@ def _arrived_pages(tree: Tree, path: tuple[Node, ...], known: int) -> int:
 
 
 def _whole_pages(tree: Tree, path: tuple[Node, ...], upto: int) -> int:
-    """How many of the path's first `upto` pages can be read on the device, rows and all."""
+    """How many of the path's first `upto` pages are readable on the device, including their rows."""
     count = 0
     some_backed = tree.row_pages is not None and tree.row_pages.num_backed > 0
     for node in path:
@@ -157,7 +157,7 @@ def _whole_pages(tree: Tree, path: tuple[Node, ...], upto: int) -> int:
 
 
 def whole_on_device(tree: Tree, ids: PageIds) -> npt.NDArray[np.bool_]:
-    """Which of these device pages can be read, rows and all."""
+    """Which of these device pages are readable, including their rows."""
     ready = tree.arenas[Tier.DEVICE].state[Kind.PREFIX][ids] == READY
     return np.asarray(ready if tree.row_pages is None else ready & ~tree.row_pages.backed(ids))
 

@@ -1,9 +1,9 @@
-"""Notes of optional states that pages do not hold: for each node and state, the first token that lacks it.
+"""Notes of optional states that pages lack: for each node and state, the first token without it.
 
     pages    | all there | all there | draft from here on missing | missing |
     node                              ^ one note: the path lacks it from there on, whatever comes below
 
-For explanations alone: no match reads them. They say what somebody has noticed, and leave with the pages they are about.
+Only for explanations; matches do not read them. Engines report missing states, and a note is dropped with the pages it is about.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from stepwell.tree.node import Node
 
 
 def note(node: Node, state: str, token: int, page_tokens: int) -> None:
-    """Notes that a page of this node lacks a state from `token` on, unless an earlier one is known to."""
+    """Notes that a page of this node lacks a state from `token` on, unless an earlier token is noted."""
     assert node.start <= token // page_tokens < node.end, f"token {token} is not in {node}"
     known = node.missing_states or {}
     node.missing_states = {**known, state: min(token, known.get(state, token))}
@@ -27,7 +27,7 @@ def note(node: Node, state: str, token: int, page_tokens: int) -> None:
 def note_offered(
     deepest: Node, tier: Tier, ids: PageIds, since: int, missing_states: Mapping[str, int], page_tokens: int
 ) -> None:  # fmt: skip
-    """For pages `ids[since:]` of a path, just offered: notes what they lack, where it is they that the tree has taken."""
+    """Notes what the just offered pages `ids[since:]` of a path lack, for those that the tree has taken over."""
     for state, token in missing_states.items():
         first = max(since, token // page_tokens)
         for node in deepest.path():
@@ -42,7 +42,7 @@ def note_offered(
 
 
 def missing_states_before(path: Iterable[Node], upto: int) -> dict[str, int]:
-    """For each state that the path lacks before token `upto`, the first token that does."""
+    """The first token without it, for each state that the path lacks before token `upto`."""
     found: dict[str, int] = {}
     for node in path:
         for state, token in (node.missing_states or {}).items():
@@ -52,15 +52,15 @@ def missing_states_before(path: Iterable[Node], upto: int) -> dict[str, int]:
 
 
 def share(upper: Node, lower: Node, page_tokens: int) -> None:
-    """Deals the notes of a node that was split."""
+    """Divides the notes of a node that was split."""
     border = upper.end * page_tokens
     known = lower.missing_states or {}
     upper.missing_states = {state: token for state, token in known.items() if token < border} or None
     lower.missing_states = {state: token for state, token in known.items() if token >= border} or None
 
 
-def forget_cut(node: Node, page_tokens: int) -> None:
-    """Drops what is noted of pages that the node does not have any more."""
+def drop_notes_past_end(node: Node, page_tokens: int) -> None:
+    """Drops the notes about pages that the node no longer has."""
     if node.missing_states:
         node.missing_states = {
             state: token for state, token in node.missing_states.items() if token < node.end * page_tokens

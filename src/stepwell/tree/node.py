@@ -1,12 +1,12 @@
-"""What the prefix tree is made of. Plain records; the rules that keep them true are in `tree.py`.
+"""The records of the prefix tree. `tree.py` keeps them consistent.
 
-node     pages start .. end of one path: their tokens, and per memory tier a run of page ids
-run      where those pages are in one tier (-1: not in this tier)
-checkpoint   what a model needs beside prefix pages to resume at one boundary, at any page inside a node
+node         pages start .. end of one path: their tokens, and per memory tier a run of page ids
+run          where those pages are in one tier (-1: not in this tier)
+checkpoint   everything besides prefix pages that a model needs to resume at one boundary, at any page inside a node
 residency    the pages of one checkpoint in one tier: all of them, or the residency does not exist
 
-They refer to each other, and the garbage collector looks at none of them (`base/untracked.py`). What leaves the tree lets go of
-its neighbours, so that it is freed at once; `Tree` takes apart what is left when it is freed itself.
+They refer to each other, and the garbage collector does not track them (`base/untracked.py`). A record that leaves the tree drops
+its references to its neighbours, so that it is freed at once; `Tree` clears the remaining ones when it is freed itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ABSENT = -1  # in a run's id array
 
 
 class LossReason(Enum):
-    """Why something that was cached is not any more."""
+    """Why something is no longer cached."""
 
-    EVICTED = "evicted to make room"
-    OVER_QUOTA = "evicted to make room, its tenant being over its quota"
+    EVICTED = "evicted to free memory"
+    OVER_QUOTA = "evicted to free memory, since its tenant was over its quota"
     FAILED = "its copy failed"
     EXPIRED = "its time to live ran out"
     CLEARED = "cleared on request"
@@ -40,8 +40,8 @@ class LossReason(Enum):
     LATE = "it had not arrived from the store when the request went on"
 
 
-class Loss(NamedTuple):  # not a dataclass: one is made for everything that is evicted
-    """A note of what is gone: when, why, and from which tier last."""
+class Loss(NamedTuple):  # not a dataclass, because one is made for each eviction
+    """A note of something lost: when, why, and the last tier it was in."""
 
     at_s: float
     reason: LossReason
@@ -51,29 +51,29 @@ class Loss(NamedTuple):  # not a dataclass: one is made for everything that is e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """What a request says of the path it uses: when, how much it matters (0 to MAX_PRIORITY), and until when it may stay."""
+    """One use of a path by a request: the time, the priority (0 to MAX_PRIORITY), and when the path expires."""
 
     at_s: float
     priority: int = 0
     expires_at_s: float = float("inf")
-    visit: Visit | None = None  # under which pages are entered that the path did not have
+    visit: Visit | None = None  # the visit of pages that this use adds to the path
 
 
 class Run:
-    """A node's prefix pages in one tier. `num_ready` of `num_pages` present ones can be read."""
+    """A node's prefix pages in one tier: `num_pages` are present, and `num_ready` of them are readable."""
 
     __slots__ = ("entry", "ids", "leaving", "node", "num_pages", "num_ready", "standing", "tier", "unsaved")
 
     def __init__(self, node: Node, tier: Tier, ids: PageIds) -> None:
         self.node = node
         self.tier = tier
-        self.ids = ids  # one per page of the node, ABSENT where this tier has none
+        self.ids = ids  # one per page of the node, ABSENT if this tier does not have the page
         self.num_pages = 0
         self.num_ready = 0
         self.entry = 0  # number of the live entry in the eviction order, 0 for none
         self.standing = 0  # the rank of that entry
-        self.unsaved = False  # a write-back failed: evict without trying again
-        self.leaving = False  # it was saved because its room is needed, and not used since: the copy is no mere repetition
+        self.unsaved = False  # a write-back failed: evict without trying to save again
+        self.leaving = False  # it was saved in order to be evicted, and not used since: the saved copy is no duplicate
         untrack(self)
 
 
@@ -103,15 +103,15 @@ class Residency:
         self.windows = windows
         self.points = points  # one id, or none for models without point states
         self.ready = ready
-        self.users = 0  # how often it is pinned (`Tree.pin`), each time with a reference to every page: not to be evicted
+        self.users = 0  # the number of pins (`Tree.pin`), each with a reference to every page; not evicted while above 0
         self.entry = self.standing = 0
         self.unsaved = self.leaving = False
-        self.backup_deferred = False  # it is to be copied below later: worth more until then
+        self.backup_deferred = False  # it will be copied to the store later, and is worth more until then
         self.size_bytes = len(windows) * strides.get(Kind.WINDOW, 0) + len(points) * strides.get(Kind.POINT, 0)
         untrack(self)
 
     def spans(self) -> tuple[tuple[Kind, PageIds], ...]:
-        """Its pages by kind, leaving out kinds it has none of."""
+        """Its pages by kind, without empty kinds."""
         windows, points = self.windows, self.points
         if not len(points):
             return ((Kind.WINDOW, windows),) if len(windows) else ()
@@ -119,35 +119,35 @@ class Residency:
 
 
 class Checkpoint:
-    """Everything of window and point shape at one boundary (in pages from the root)."""
+    """All window and point states at one boundary (in pages from the root)."""
 
-    __slots__ = ("answers", "following", "held", "leader", "node", "page", "trigger", "used_at", "uses")
+    __slots__ = ("answers", "following", "leader", "node", "page", "residencies", "trigger", "used_at", "uses")
 
     def __init__(self, node: Node, page: int, now: float) -> None:
         self.node: Node | None = node  # None once it left the tree
         self.page = page
-        self.following: Checkpoint | None = None  # the one below it that was left last, which may be gone: see `follower`
-        self.leader: Checkpoint | None = None  # whose `following` it is, unless that follows another branch by now
-        self.held: list[Residency | None] = [None, None]
+        self.following: Checkpoint | None = None  # the one below it that was added last; see `follower`
+        self.leader: Checkpoint | None = None  # the one whose `following` it is, unless that now follows another branch
+        self.residencies: list[Residency | None] = [None, None]
         self.used_at = now
         self.uses = 0
-        self.answers = 0  # whose last checkpoint it is: of those that grow, and of those that ended here
-        self.trigger: Trigger | None = None  # why it was left here, once the request that left it has said so
-        untrack(self.held)
+        self.answers = 0  # the number of answers, growing or ended, whose last checkpoint it is
+        self.trigger: Trigger | None = None  # why it was left here, once the request has reported it
+        untrack(self.residencies)
         untrack(self)
 
     def ready_in(self, tier: Tier) -> Residency | None:
-        residency = self.held[tier]
+        residency = self.residencies[tier]
         return residency if residency is not None and residency.ready else None
 
     @property
     def follower(self) -> Checkpoint | None:
-        """The next checkpoint below it, on the branch where one was left last."""
+        """The next checkpoint below it, on the branch that got one last."""
         return self.following if self.following is not None and self.following.node is not None else None
 
     @property
     def in_use(self) -> bool:
-        return any(residency is not None and residency.users for residency in self.held)
+        return any(residency is not None and residency.users for residency in self.residencies)
 
     @property
     def ready(self) -> bool:
@@ -155,7 +155,7 @@ class Checkpoint:
 
 
 class Kids:
-    """A node's children, and for each tier how many of them lead to pages or to checkpoints in it."""
+    """A node's children, and for each tier the number of children that lead to pages or to checkpoints in it."""
 
     __slots__ = ("anchored", "below", "by_page")
 
@@ -197,23 +197,23 @@ class Node:
     def __init__(
         self, parent: Node | None, *, account: Account, start: int, first: bytes, rest: bytes, num_pages: int
     ) -> None:  # fmt: skip
-        self.parent = parent  # None for a root, and once it left the tree
-        self.account = account  # whose it is: its root's
+        self.parent = parent  # None for a root, and after it left the tree
+        self.account = account  # of its root's tenant
         self.start = start
-        self.first = first  # tokens of the first page: also the key in the parent, so stored once; a root's namespace
-        self.rest = rest  # tokens of the others
+        self.first = first  # tokens of the first page, and the key in the parent; a root's namespace digest
+        self.rest = rest  # tokens of the other pages
         self.num_pages = num_pages
         self.kids: Kids | None = None
         self.runs: list[Run | None] = [None, None]
         self.checkpoints: dict[int, Checkpoint] | None = None
-        self.visit: Visit | None = None  # the latest to its pages
-        self.missing_states: dict[str, int] | None = None  # optional ones, from which token on
-        self.keys = b""  # chained keys of its first pages, as many as somebody asked for (`match.py`)
+        self.visit: Visit | None = None  # the latest visit to its pages
+        self.missing_states: dict[str, int] | None = None  # optional states that its pages lack, with the first token
+        self.keys = b""  # the chained keys of its first pages that were computed so far (`keys.py`)
         self.used_at = 0.0
         self.hits = 0
-        self.urgent_until = 0.0  # when the last step of the priority that a use gave it is lost
-        self.expiry_noted = False  # whoever drops what ran out will look at it when the time comes
-        self.expires_at = 0.0  # never before that of anything below it, since every use covers a whole path
+        self.urgent_until = 0.0  # when the last step of its priority is lost
+        self.expiry_noted = False  # it is listed for the check at its expiry
+        self.expires_at = 0.0  # never earlier than that of a node below it, since every use covers a whole path
         untrack(self.runs)
         untrack(self)
 
@@ -228,18 +228,18 @@ class Node:
         self.expires_at = max(self.expires_at, use.expires_at_s)
         for run in self.runs:
             if run is not None:
-                run.unsaved = run.leaving = False  # it is worth another try
+                run.unsaved = run.leaving = False  # saving it is worth another attempt
 
     @property
     def root(self) -> Node:
-        """Its namespace's root: the one above it that hangs below nothing."""
+        """The root of its namespace."""
         here = self
         while here.parent is not None:
             here = here.parent
         return here
 
     def path(self) -> list[Node]:
-        """The nodes from the first below the root to this one."""
+        """The nodes from the root's child to this one."""
         nodes: list[Node] = []
         here: Node | None = self
         while here is not None and here.parent is not None:
@@ -257,14 +257,14 @@ class Node:
         return self.last_checkpoint(tier) > self.start or (self.kids is not None and self.kids.anchored[tier] > 0)
 
     def last_checkpoint(self, tier: Tier | None = None) -> int:
-        """The deepest boundary in this node with a checkpoint in `tier` (or in any); `start` when there is none."""
+        """The deepest boundary in this node with a checkpoint in `tier` (or in any tier); `start` if there is none."""
         if not self.checkpoints:
             return self.start
         if tier is None:
             return max(self.checkpoints)
         last = self.start
         for page, each in self.checkpoints.items():
-            if page > last and each.held[tier] is not None:
+            if page > last and each.residencies[tier] is not None:
                 last = page
         return last
 
@@ -273,7 +273,7 @@ class Node:
 
 
 def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
-    """The deepest checkpoint on the path that lies before boundary `page`."""
+    """The deepest checkpoint on the path before boundary `page`."""
     here: Node | None = node
     while here is not None:
         if here.checkpoints:
@@ -288,8 +288,8 @@ def previous_checkpoint(node: Node, page: int) -> Checkpoint | None:
 
 
 def reach_of(node: Node, page: int) -> tuple[int, int]:
-    """From which boundary on a node's checkpoint at boundary `page` saves computing, and how many pages nothing else would need
-    if it went: back to that boundary, or to a branch.
+    """The boundary from which a node's checkpoint at `page` saves computing, and the number of pages that only this checkpoint
+    needs: those after that boundary, or after a branch.
 
     pages    0 ....... before ........ branch ....... page
              |           o---------------+--------------o

@@ -1,8 +1,8 @@
-"""The eviction orders of tenants with quotas: what each of them has in a tier, beside the tier's own order. Decides nothing.
+"""The eviction orders of tenants with quotas: the candidates of each in a tier, in addition to the tier's order. Decides nothing.
 
-An entry here has the number that the tier's order gave its victim, so both count or neither does. An order may not be asked for
-long: its tenant keeps to its quota, or is quiet. So it is swept whenever an entry of it dies too, and stays within a few times
-its live entries; it is empty when its tenant has nothing left in the tier.
+An entry here has the number that the tier's order gave its victim, so both entries are live or both are stale. An order may not
+be used for a long time, while its tenant is within its quota or idle. It is therefore also swept whenever an entry becomes stale,
+which limits it to a few times its live entries; it is emptied when its tenant has nothing left in the tier.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from stepwell.tree.accounts import Account
 from stepwell.tree.eviction_order import EvictionOrder, Standing
 from stepwell.tree.node import Run, Victim
 
-SWEPT = 6  # whenever an entry may have died; with less than 4 the dead could be any number of times the live
-MOST_PER_LIVE, MOST_AT_LEAST = 4, 8  # entries of an order: so many for each live one, and so many more
+SWEPT = 6  # entries, whenever one may have become stale; with less than 4 the number of stale entries would be unlimited
+MOST_PER_LIVE, MOST_AT_LEAST = 4, 8  # an order has at most MOST_PER_LIVE entries for each live one, and MOST_AT_LEAST more
 
 
 class Orders(NamedTuple):
-    """Candidates of one tier, or of one tenant in it."""
+    """The candidates of one tier, or of one tenant in it."""
 
     runs: EvictionOrder
     checkpoints: EvictionOrder
@@ -31,12 +31,12 @@ class Orders(NamedTuple):
 
 
 class OwnOrders:
-    """One pair of orders for each tenant with a quota and each tier."""
+    """A pair of orders for each tenant with a quota and each tier."""
 
     def __init__(self, accounts: Iterable[Account], tiers: Iterable[Tier], value: ValuePolicy) -> None:
         tiers = tuple(tiers)
         self._orders = {(each, tier): Orders(EvictionOrder(value), EvictionOrder(value)) for each in accounts for tier in tiers}
-        # Who may have something queued, by sort. Who has too much and nothing idle is not asked for every victim.
+        # Accounts that may have candidates, by sort, so that one over its quota without candidates is not tried for each victim.
         self._having = {tier: (set[Account](), set[Account]()) for tier in tiers}
 
     # ---- questions --------------------------------------------------------------------------------
@@ -45,21 +45,21 @@ class OwnOrders:
         return self._orders[key]
 
     def having(self, accounts: Iterable[Account], tier: Tier, *, runs: bool, checkpoints: bool) -> Iterator[Account]:
-        """Those of the accounts that may have a candidate of the wanted sorts."""
+        """The accounts among these that may have a candidate of the wanted sorts."""
         with_runs, with_checkpoints = self._having[tier]
         return (each for each in accounts if (runs and each in with_runs) or (checkpoints and each in with_checkpoints))
 
     # ---- orders -----------------------------------------------------------------------------------
 
     def push(self, victim: Victim, standing: Standing, account: Account) -> None:
-        """Queues what its tier's order has just queued."""
+        """Queues a victim that its tier's order has just queued."""
         order = self._orders[account, victim.tier].of(victim)
         order.push(victim, standing, number=victim.entry)
         order.sweep(SWEPT)
         self._having[victim.tier][not isinstance(victim, Run)].add(account)
 
-    def note_death(self, victim: Victim, account: Account) -> None:
-        """Its entry no longer counts. If it left its tier, its account does not count it any more."""
+    def note_stale(self, victim: Victim, account: Account) -> None:
+        """Notes that the victim's entry is stale. If it left its tier, its account must not count it any more."""
         orders = self._orders[account, victim.tier]
         if account.used_bytes[victim.tier]:
             orders.of(victim).sweep(SWEPT)
@@ -68,7 +68,7 @@ class OwnOrders:
                 order.clear()
 
     def note_asked(self, account: Account, tier: Tier) -> None:
-        """It was asked for a candidate: if its orders are empty, it need not be again until something is queued."""
+        """Notes that an account's orders were tried: if one is empty, it is not tried again until something is queued."""
         for order, having in zip(self._orders[account, tier], self._having[tier], strict=True):
             if not order:
                 having.discard(account)
@@ -76,7 +76,7 @@ class OwnOrders:
     # ---- self-check -------------------------------------------------------------------------------
 
     def audit(self, queued: Iterable[tuple[Account, Victim]]) -> None:
-        """Asserts that each tenant's orders have what is `queued` of it, and not much more."""
+        """Asserts that each tenant's orders contain its `queued` victims, and not many stale entries."""
         expected: dict[tuple[Account, Tier, bool], set[Victim]] = {}
         for account, victim in queued:
             expected.setdefault((account, victim.tier, isinstance(victim, Run)), set()).add(victim)

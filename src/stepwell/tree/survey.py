@@ -1,13 +1,13 @@
-"""What takes up room in a tree: its largest stretches, and checkpoints with the reason they were left. Pure, and bounded.
+"""What takes up memory in a tree: its largest stretches, and checkpoints with the reason they were left. Pure, and bounded.
 
-A stretch is what lies between two places where paths part:
+A stretch lies between two branches of paths:
 
     tokens   0 ....... 4096 ....... 6000
     stretch  |-- shared --|-- one --|              each byte belongs to one stretch, so their bytes add up
                           |-- another ---|
 
-However large the tree is, no more than so many nodes and checkpoints are looked at: of every namespace the paths that were
-added last. A survey says when that was not all.
+However large the tree is, only a limited number of nodes and checkpoints are visited: in every namespace the paths that were
+added last. A survey reports whether it is complete.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from stepwell.policy.placement import Trigger
 from stepwell.tree.node import Checkpoint, Node, Run
 from stepwell.tree.tree import Tree
 
-MOST_LOOKS = 1024  # at nodes and checkpoints, by one survey: a few milliseconds
-LEAST_LOOKS = 16  # at those of one namespace, so that a few paths of it are seen whole
+MOST_LOOKS = 1024  # nodes and checkpoints that one survey visits: a few milliseconds
+LEAST_LOOKS = 16  # the same for one namespace, so that a few paths of it are seen completely
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stretch:
-    """Tokens `[start, end)` of paths, with nothing branching off between. Bytes are of prefix pages, by tier."""
+    """Tokens `[start, end)` shared by paths without a branch in between. Bytes are those of prefix pages, by tier."""
 
     space: PageKey  # its namespace
     start: int
     end: int
-    branches: int = 0  # paths that go on from its end; 0 where it ends
+    branches: int = 0  # paths that continue from its end
     page_bytes: list[int] = field(default_factory=lambda: [0, 0])
     checkpoints: int = 0
     hits: int = 0
@@ -49,14 +49,14 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A checkpoint as it stands. Without it, a request would fall back by `saves_tokens`."""
+class SurveyedCheckpoint:
+    """A checkpoint in the tree. Without it, a request would compute `saves_tokens` more."""
 
     space: PageKey
     boundary: int  # in tokens
     trigger: Trigger | None
     saves_tokens: int
-    size_bytes: tuple[int, int]  # by tier, 0 where it is not; neighbours may share windows, which count for each
+    size_bytes: tuple[int, int]  # by tier, 0 if it is not there; windows shared by neighbours count for each
     uses: int
     used_at_s: float
     in_use: bool
@@ -71,43 +71,43 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """`stretches` by bytes, `checkpoints` by what they save, the most first; the tallies are of all that was looked at."""
+    """`stretches` by bytes and `checkpoints` by what they save, largest first; the tallies include everything visited."""
 
     stretches: tuple[Stretch, ...]
     num_stretches: int
-    checkpoints: tuple[Kept, ...]
+    checkpoints: tuple[SurveyedCheckpoint, ...]
     triggers: dict[Trigger | None, Tally]
-    complete: bool  # else the tree has more than was looked at
+    complete: bool  # whether the whole tree was visited
 
 
 def survey(
     tree: Tree, *, show: int, most_looks: int = MOST_LOOKS, wanted: Callable[[PageKey], bool] = lambda space: True
 ) -> Survey:
-    """The `show` largest of each, in namespaces that are `wanted`. The paths that were added last are looked at first."""
+    """The `show` largest of each, in namespaces that are `wanted`. Paths that were added last are visited first."""
     walk = _Walk(tree, most_looks, wanted)
     stretches = list(walk)
     return Survey(
         stretches=tuple(nlargest(show, stretches, key=lambda each: (each.total_bytes, each.end))),
         num_stretches=len(stretches),
-        checkpoints=tuple(nlargest(show, walk.kept, key=lambda each: (each.saves_tokens, each.used_at_s))),
+        checkpoints=tuple(nlargest(show, walk.checkpoints, key=lambda each: (each.saves_tokens, each.used_at_s))),
         triggers=walk.triggers,
         complete=walk.complete,
     )
 
 
 class _Walk:
-    """One walk over a tree, depth first. Yields stretches, and keeps what it meets of checkpoints."""
+    """A depth-first walk over a tree. Yields stretches, and collects checkpoints."""
 
     def __init__(self, tree: Tree, most_looks: int, wanted: Callable[[PageKey], bool]) -> None:
         self._tree = tree
         self._wanted = wanted
         self._left = most_looks
-        self._enough = 0  # where `_left` ends for this namespace
+        self._enough = 0  # the walk of this namespace stops when `_left` falls to this
         self._page_tokens = tree.spec.page_tokens
         self._strides = [
             tree.arenas[tier].layout.prefix_stride if tier in tree.arenas else 0 for tier in (Tier.DEVICE, Tier.HOST)
         ]
-        self.kept: list[Kept] = []
+        self.checkpoints: list[SurveyedCheckpoint] = []
         self.triggers: dict[Trigger | None, Tally] = {}
         self.complete = True
 
@@ -123,7 +123,7 @@ class _Walk:
     def _below(self, space: PageKey, root: Node, most: int) -> Iterator[Stretch]:
         """The stretches of one namespace. `before` is the boundary of the checkpoint above a node, in pages."""
         self._enough = self._left - most
-        stack = [(_newest_first(root), 0)]  # where to go on, and the boundary before it; nobody is listed before their turn
+        stack = [(_newest_first(root), 0)]  # the remaining children, and the boundary before them
         while stack:
             kids, before = stack[-1]
             node = next(kids, None)
@@ -144,7 +144,7 @@ class _Walk:
             yield stretch
 
     def _add(self, stretch: Stretch, node: Node, before: int) -> int:
-        """Counts a node as part of a stretch; returns the boundary of the last checkpoint in it, or before it."""
+        """Adds a node to a stretch; returns the boundary of the last checkpoint in it, or before it."""
         pages = sorted(node.checkpoints or ())
         looked_at = pages[: max(self._left - self._enough - 1, 0)]
         self._left -= 1 + len(looked_at)
@@ -158,26 +158,26 @@ class _Walk:
                 stretch.page_bytes[run.tier] += self._bytes_of(run)
         for page in looked_at:
             assert node.checkpoints is not None
-            self._keep(stretch, node.checkpoints[page], before)
+            self._add_checkpoint(stretch, node.checkpoints[page], before)
             before = page
         return pages[-1] if pages else before
 
     def _bytes_of(self, run: Run) -> int:
         size, rows = run.num_pages * self._strides[run.tier], self._tree.row_pages
-        if rows is not None and run.tier is Tier.DEVICE:  # those whose rows are not on the host alone
+        if rows is not None and run.tier is Tier.DEVICE:  # add the rows that are on the device
             bound = int(np.count_nonzero(rows.rows[run.ids[run.ids != ABSENT]] != ABSENT))
             size += bound * self._tree.arenas[run.tier].layout.strides[Kind.ROWS]
         return size
 
-    def _keep(self, stretch: Stretch, checkpoint: Checkpoint, before: int) -> None:
-        held = [each for each in checkpoint.held if each is not None]
-        device, host = (each.size_bytes if each is not None else 0 for each in checkpoint.held)
+    def _add_checkpoint(self, stretch: Stretch, checkpoint: Checkpoint, before: int) -> None:
+        held = [each for each in checkpoint.residencies if each is not None]
+        device, host = (each.size_bytes if each is not None else 0 for each in checkpoint.residencies)
         tally = self.triggers.setdefault(checkpoint.trigger, Tally())
         tally.count += 1
         tally.size_bytes[Tier.DEVICE] += device
         tally.size_bytes[Tier.HOST] += host
-        self.kept.append(
-            Kept(
+        self.checkpoints.append(
+            SurveyedCheckpoint(
                 space=stretch.space,
                 boundary=checkpoint.page * self._page_tokens,
                 trigger=checkpoint.trigger,

@@ -1,13 +1,13 @@
-"""The prefix tree: which pages and checkpoints are where, for every path of tokens that is cached.
+"""The prefix tree: where the pages and checkpoints of every cached path of tokens are.
 
-This file is how it grows; `pruning.py` is how it shrinks, `checkpoints.py` what stands in it, `match.py` what can be asked.
- What it promises, checked by `audit.py`:
+This file is how it grows; `pruning.py` is how it shrinks, `checkpoints.py` adds checkpoints, `match.py` searches it. Its
+invariants, checked by `audit.py`:
 
     every page of every node is in at least one tier (arrived, or still arriving),
     a checkpoint stands on pages that are all in the tree,
     each page and residency in it holds exactly one reference in its arena.
 
-It moves no bytes and asks no clock: a `Use` that is handed in says when.
+It moves no bytes and reads no clock: a `Use` from the caller has the time.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from stepwell.tree.node import ABSENT, Kids, Loss, Node, Residency, Run, Use
 from stepwell.tree.notes import Notes, key_of
 from stepwell.tree.ranking import Ranking
 
-MAX_PAST, MOST_PAST = 256, 65_536  # visits to things that are gone, of a node and of all: to know them when they return
-MAX_LOST, MOST_LOST = 16, 16_384  # why they are gone, of a node and of all: for explanations
-NODE_PAGES = 256  # a node is cut at this length, so that growing or trimming one stays cheap
+MAX_PAST, MOST_PAST = 256, 65_536  # visits to lost paths, for one node and for all, to recognize them when they return
+MAX_LOST, MOST_LOST = 16, 16_384  # reasons of losses, for one node and for all, for explanations
+NODE_PAGES = 256  # the longest node, so that extending or trimming one stays cheap
 
 
 class Tree:
@@ -42,51 +42,53 @@ class Tree:
 
     def __init__(
         self, spec: ModelSpec, arenas: Mapping[Tier, Arena], value: ValuePolicy, quotas: Mapping[str, float] | None = None,
-        *, row_pages: RowPages | None = None, repeats_first: bool = False,
+        *, row_pages: RowPages | None = None, evict_duplicates_first: bool = False,
     ) -> None:  # fmt: skip
-        """`quotas` are shares of each tier, by tenant. `repeats_first`: see `Ranking`."""
+        """`quotas` are shares of each tier, by tenant. `evict_duplicates_first`: see `Ranking`."""
         self.spec = spec
         self.arenas = dict(arenas)
         self.tiers = tuple(tier for tier in CACHED_TIERS if tier in arenas)
         self.page_bytes = spec.page_tokens * TOKEN_BYTES
         self.roots: dict[PageKey, Node] = {}
         self.accounts = Accounts(self.arenas, quotas or {}, row_pages)
-        self.ranking = Ranking(spec, self.arenas, value, self.accounts.limited.values(), repeats_first=repeats_first)
-        # Of what is gone: the latest visits to it and why it left, both by its first page; why checkpoints left, by boundary.
+        self.ranking = Ranking(
+            spec, self.arenas, value, self.accounts.limited.values(), evict_duplicates_first=evict_duplicates_first
+        )
+        # Visits to lost paths and the reasons of their loss, by first page; the reasons of lost checkpoints, by boundary.
         self.past: Notes[Visit] = Notes(most_of_node=MAX_PAST, most=MOST_PAST)
         self.lost: Notes[Loss] = Notes(most_of_node=MAX_LOST, most=MOST_LOST)
         self.lost_checkpoints: Notes[Loss] = Notes(most_of_node=MAX_LOST, most=MOST_LOST)
-        self.version = 0  # grows with every change a match could notice
-        self.on_left: list[Callable[[Residency], None]] = []  # told of each checkpoint that left a tier,
-        self.on_split: list[Callable[[Node], None]] = []  # of the upper part of each node that was cut in two,
-        self.on_shortened: list[Callable[[Node], None]] = []  # and of each node that lost its last pages, or all
-        self.feeds = Feeds(self.page_bytes)  # whoever is told what is stored and evicted
+        self.version = 0  # grows with every change that can affect a match
+        self.on_checkpoint_evicted: list[Callable[[Residency], None]] = []  # called for each checkpoint that left a tier,
+        self.on_split: list[Callable[[Node], None]] = []  # for the upper part of each node that was split,
+        self.on_shortened: list[Callable[[Node], None]] = []  # and for each node that lost its last pages, or all
+        self.feeds = Feeds(self.page_bytes)  # listeners to what is stored and evicted
         self.row_pages = row_pages  # where the rows of device pages are, if they may spill
-        # Which node a page belongs to, so that copies can speak of pages and nodes may split meanwhile.
+        # The node of each page, so that copies can refer to pages while nodes are split.
         self.owner: dict[Tier, npt.NDArray[np.object_]] = {
             tier: np.full(arena.layout.rows(Kind.PREFIX), None, dtype=object) for tier, arena in self.arenas.items()
         }
 
     def __del__(self) -> None:
-        """Takes apart what refers to each other: the garbage collector does not see it."""
+        """Clears the references between records, since the garbage collector does not track them."""
         for node in list(self.nodes()):
             for checkpoint in (node.checkpoints or {}).values():
                 checkpoint.node = checkpoint.following = checkpoint.leader = None
-                checkpoint.held = [None, None]
+                checkpoint.residencies = [None, None]
             node.parent = node.kids = node.checkpoints = None
             node.runs = [None, None]
 
     # ---- pages ------------------------------------------------------------------------------------
 
     def insert(self, namespace: Namespace, packed: bytes, tier: Tier, ids: PageIds, use: Use) -> Node:
-        """Offers `ids[i]` as page i of the path `packed`. Takes a reference to those the tree lacks in `tier`.
+        """Offers `ids[i]` as page i of the path `packed`. Adds a reference to each page that the tree lacks in `tier`.
 
-        Returns the node that the path's last page is in.
+        Returns the node with the path's last page.
         """
         self.version += 1
         node = self.roots.get(namespace.digest)
         if node is None:
-            node = self._plant(namespace)
+            node = self._add_root(namespace)
         page, upto = 0, len(ids)
         while page < upto:
             child = node.child(packed[page * self.page_bytes : (page + 1) * self.page_bytes])
@@ -102,7 +104,7 @@ class Tree:
         return node
 
     def attach(self, node: Node, tier: Tier, ids: PageIds, *, at: int = 0) -> None:
-        """Offers `ids` for the node's pages from index `at`; takes a reference to those it lacks in `tier`."""
+        """Offers `ids` for the node's pages from index `at` on; adds a reference to each page that it lacks in `tier`."""
         run = node.runs[tier]
         if run is not None and run.num_pages == node.num_pages:
             return
@@ -129,11 +131,11 @@ class Tree:
         self.queue(node)
 
     def split(self, node: Node, at: int) -> Node:
-        """Cuts a node after `at` pages. The old object stays the lower part; returns the new upper part."""
+        """Splits a node after `at` pages. The old object stays the lower part; returns the new upper part."""
         assert 0 < at < node.num_pages, f"cannot split {node} at {at}"
         parent = node.parent
         assert parent is not None and parent.kids is not None
-        self.version += 1  # a match made before names the lower part as if it were the whole
+        self.version += 1  # earlier matches refer to the lower part as if it was the whole node
         cut = (at - 1) * self.page_bytes
         upper = Node(parent, account=node.account, start=node.start, first=node.first, rest=node.rest[:cut], num_pages=at)
         upper.note_use(Use(at_s=node.used_at, expires_at_s=node.expires_at))
@@ -154,12 +156,12 @@ class Tree:
             upper.kids.anchored[tier] = int(node.leads_to_checkpoints(tier))
         self.queue(upper)
         self.queue(node)
-        for told in self.on_split:
-            told(upper)
+        for callback in self.on_split:
+            callback(upper)
         return upper
 
     def touch(self, path: Sequence[Node], upto: int, use: Use) -> Node:
-        """Records that a request uses the path up to page `upto`, cutting the last node there if need be; returns it."""
+        """Records that a request uses the path up to page `upto`, splits the last node there if necessary, and returns it."""
         used = path[0]
         for node in path:
             if node.start >= upto:
@@ -170,7 +172,7 @@ class Tree:
         return used
 
     def refresh(self, tier: Tier, ids: PageIds) -> None:
-        """Notices that pages became READY, each once: counts again in the nodes that own them."""
+        """Counts the READY pages again in the nodes that own `ids`, which have just become READY."""
         self.version += 1
         state = self.arenas[tier].state[Kind.PREFIX]
         for run in self.runs_of(tier, ids):
@@ -191,7 +193,7 @@ class Tree:
     # ---- references of leases, pins and jobs --------------------------------------------------------
 
     def retain(self, spans: Iterable[Span]) -> None:
-        """Takes a reference to every page. Pages of the engine's own memory are not ours to count."""
+        """Adds a reference to every page. Pages in the engine's own memory are not counted here."""
         for span in spans:
             if span.tier is not Tier.ENGINE:
                 self.arenas[span.tier].retain(span.kind, span.ids)
@@ -202,7 +204,7 @@ class Tree:
                 self.release(span.tier, span.kind, span.ids)
 
     def release(self, tier: Tier, kind: Kind, ids: PageIds) -> None:
-        """Gives references back. What only the tree refers to then is a candidate for eviction again."""
+        """Releases references. Pages that only the tree still refers to become candidates for eviction again."""
         self.arenas[tier].release(kind, ids)
         if kind is Kind.PREFIX:
             runs = self.runs_of(tier, ids)
@@ -211,8 +213,8 @@ class Tree:
             self.ranking.tidy(tier, {run.node.account: None for run in runs} if self.accounts.limited else ())
 
     def pin(self, residency: Residency) -> None:
-        """Takes a reference to every page of a checkpoint in its tier: until `unpin` it is not evicted, and its pages are used
-        for nothing else, even when it leaves the tree.
+        """Adds a reference to every page of a checkpoint in its tier: until `unpin` it is not evicted, and its pages are not
+        reused even if it leaves the tree.
         """
         residency.users += 1
         for kind, ids in residency.spans():
@@ -229,20 +231,20 @@ class Tree:
 
     # ---- inside: growing --------------------------------------------------------------------------
 
-    def _plant(self, namespace: Namespace) -> Node:
+    def _add_root(self, namespace: Namespace) -> Node:
         digest, account = namespace.digest, self.accounts.of(namespace.tenant)
         root = self.roots[digest] = Node(None, account=account, start=0, first=digest, rest=b"", num_pages=0)
         return root
 
     def _shared_pages(self, node: Node, packed: bytes, page: int, upto: int) -> int:
-        """How many of the node's pages the path shares; its first page is known to be equal."""
+        """The number of the node's pages that the path shares. Its first page is known to be equal."""
         offset = (page + 1) * self.page_bytes
         if page + node.num_pages <= upto and packed.startswith(node.rest, offset):
             return node.num_pages
         return 1 + common_pages(node.rest, packed[offset : min(upto, page + node.num_pages) * self.page_bytes], self.page_bytes)
 
     def _grow(self, node: Node, packed: bytes, tier: Tier, ids: PageIds, *, page: int, use: Use) -> Node:
-        """Adds pages `page`.. of a path below `node`: into it while it is a short leaf, then as nodes of their own."""
+        """Adds the pages of a path from `page` on: first to `node` itself if it is a short leaf, then as nodes below it."""
         size, upto = self.page_bytes, len(ids)
         is_short_leaf = node.parent is not None and node.kids is None and node.num_pages < NODE_PAGES
         if is_short_leaf and not self._has_other_past(node, packed[page * size : (page + 1) * size]):
@@ -263,7 +265,7 @@ class Tree:
             child.note_use(use)
             child.visit = use.visit or self.past.of(node).get(key_of(child.first))
             child.hits = 1
-            self._hang(node, child)
+            self._add_child(node, child)
             run = child.runs[tier] = Run(child, tier, ids[start:end].copy())
             run.num_pages = end - start
             run.num_ready = int(np.count_nonzero(ready[start - page : end - page]))
@@ -283,10 +285,10 @@ class Tree:
         was_leaving = device is not None and device.leaving
         node.note_use(use)
         if was_leaving:
-            self.queue(node)  # what stays on the device is repeated on the host
+            self.queue(node)  # it stays on the device, so the host's copy is a duplicate
 
     def _adopt(self, account: Account, tier: Tier, ids: PageIds) -> npt.NDArray[np.bool_]:
-        """Takes the tree's reference to pages that are new to it; says which of them can be read."""
+        """Adds the tree's reference to pages that are new to it; returns which of them are readable."""
         self.version += 1
         arena = self.arenas[tier]
         arena.retain_for_tree(Kind.PREFIX, ids)
@@ -294,18 +296,18 @@ class Tree:
         return np.asarray(arena.state[Kind.PREFIX][ids.astype(np.intp)] == READY)
 
     def _has_other_past(self, node: Node, page: bytes) -> bool:
-        """Whether something hung below a node's end that did not begin with `page`, and may return there."""
+        """Whether a lost path that does not begin with `page` may return below the node."""
         past = self.past.of(node)
         return len(past) > (key_of(page) in past)
 
-    def _hang(self, parent: Node, child: Node) -> None:
+    def _add_child(self, parent: Node, child: Node) -> None:
         if parent.kids is None:
             parent.kids = Kids()
         parent.kids.add(child)
         self._note_return(parent, child.first)
 
     def _note_return(self, node: Node, page: bytes) -> None:
-        """What begins with a page below a node's end is back."""
+        """Drops the notes about a path below a node that is cached again."""
         self.lost.remove(node, key_of(page))
         self.past.remove(node, key_of(page))
 
@@ -345,7 +347,7 @@ class Tree:
     # ---- what leads where: for the other modules of this package ------------------------------------
 
     def carry_pages_up(self, node: Node, tier: Tier, before: bool) -> None:
-        """Carries a change of `node.leads_to_pages(tier)` upwards, as far as it makes a difference."""
+        """Propagates a change of `node.leads_to_pages(tier)` upwards, as far as it makes a difference."""
         while node.parent is not None and node.leads_to_pages(tier) != before:
             parent, gained = node.parent, not before
             assert parent.kids is not None
@@ -367,16 +369,16 @@ class Tree:
                 self.queue(node)
 
     def queue(self, node: Node) -> None:
-        """Something about the node changed: either tier's run may be a candidate for eviction now."""
+        """Checks after a change whether the node's runs are candidates for eviction now."""
         for run in node.runs:
             if run is not None:
                 self._queue_run(run)
 
     def runs_of(self, tier: Tier, ids: PageIds) -> Iterable[Run]:
-        """The runs that own these pages, each once; pages the tree does not have are passed over."""
+        """The runs that own these pages, each once; skips pages that the tree does not have."""
         owner, start = self.owner[tier], 0
         owners: dict[Node | None, None] = {}
-        while start < len(ids):  # most pages are those of a path, in its order: whole runs are passed over at once
+        while start < len(ids):  # most calls have the pages of a path in order, so whole runs are skipped at once
             node = owner[int(ids[start])]
             run = node.runs[tier] if node is not None else None
             if run is None or run.ids.tobytes() != ids[start : start + len(run.ids)].tobytes():
@@ -387,6 +389,6 @@ class Tree:
         return [run for node in owners if node is not None and (run := node.runs[tier]) is not None]
 
     def _queue_run(self, run: Run) -> None:
-        """As `Ranking.queue_run`, which most runs of a path are not worth asking."""
-        if self.ranking.tails.may_have(run):
+        """Like `Ranking.queue_run`, with a fast check that is false for most runs of a path."""
+        if self.ranking.suffixes.maybe_evictable(run):
             self.ranking.queue_run(run)

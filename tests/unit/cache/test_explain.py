@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -120,8 +119,7 @@ def test_evicted_pages_with_time_and_tier() -> None:
     rig.evict_all(Tier.DEVICE)
     why = rig.cache.explain(PROMPT)
     assert (why.cause, why.tier, why.at_s, why.states) == (Cause.EVICTED, Tier.DEVICE, 42.0, ("kv",))
-    limited = "limited by kv in the device tier: it was evicted to make"
-    assert re.search(rf"{limited} \w+ at 1970-01-01T00:00:42Z$", str(why))
+    assert str(why).endswith("limited by kv in the device tier: it was evicted to free memory at 1970-01-01T00:00:42Z")
 
 
 def test_evicted_tail_only() -> None:

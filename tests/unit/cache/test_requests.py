@@ -193,8 +193,8 @@ def test_a_point_state_is_copied_when_it_is_restored_and_handed_over_when_it_is_
     mine = int(lease.point_pages[0])
     rig.compute(lease, 16)
     checkpoint = rig.cache.lookup(text(1, 17)).checkpoint
-    assert checkpoint is not None and checkpoint.held[Tier.DEVICE] is not None
-    assert checkpoint.held[Tier.DEVICE].points.tolist() == [mine] != lease.point_pages.tolist()
+    assert checkpoint is not None and checkpoint.residencies[Tier.DEVICE] is not None
+    assert checkpoint.residencies[Tier.DEVICE].points.tolist() == [mine] != lease.point_pages.tolist()
     rig.settle()
     other = rig.open(text(1, 17))
     (job,) = rig.pending(Purpose.LOAD)
@@ -211,8 +211,8 @@ def test_window_pages_on_the_device_are_shared_not_copied() -> None:
     lease = rig.open(text(1, 17))
     assert lease.ready and not rig.executor.pending
     checkpoint = rig.cache.lookup(text(1, 17)).checkpoint
-    assert checkpoint is not None and checkpoint.held[Tier.DEVICE] is not None
-    assert lease.window_pages.tolist() == checkpoint.held[Tier.DEVICE].windows.tolist()
+    assert checkpoint is not None and checkpoint.residencies[Tier.DEVICE] is not None
+    assert lease.window_pages.tolist() == checkpoint.residencies[Tier.DEVICE].windows.tolist()
     rig.cache.release(lease)
     rig.idle_check()
 

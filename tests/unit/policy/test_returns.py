@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stepwell.policy.value import (
-    FORGET_EVERY,
+    DECAY_EVERY,
     LEARN_EVERY,
     LEAST_SHARE,
     MOST_VISITS,
@@ -155,7 +155,7 @@ def test_evidence_fades() -> None:
     reuse, regular, _ = _one_regular_among_strangers(400)
     returned = reuse._returned_GB[regular.group].sum()
     left = sum(reuse._left)
-    for _ in range(FORGET_EVERY):
+    for _ in range(DECAY_EVERY):
         _new(reuse, reuse._now_s + 1.0)
     assert reuse._returned_GB[regular.group].sum() <= returned / 2 and sum(reuse._left) <= left / 2
 

@@ -107,11 +107,11 @@ def test_what_was_never_measured_gets_the_chance_to_be() -> None:
 
 def test_beside_a_fetch_of_most_of_the_host_each_may_take_half_of_what_is_left() -> None:
     tuning = StoreTuning(host_share=0.5, host_share_alone=0.9)
-    assert tuning.fetch_room_bytes(100, held_bytes=0, largest_bytes=0) == pytest.approx(90)
-    assert tuning.fetch_room_bytes(100, held_bytes=80, largest_bytes=80) == pytest.approx(5)
-    assert tuning.fetch_room_bytes(100, held_bytes=84, largest_bytes=80) == pytest.approx(3)
+    assert tuning.fetch_capacity_bytes(100, held_bytes=0, largest_bytes=0) == pytest.approx(90)
+    assert tuning.fetch_capacity_bytes(100, held_bytes=80, largest_bytes=80) == pytest.approx(5)
+    assert tuning.fetch_capacity_bytes(100, held_bytes=84, largest_bytes=80) == pytest.approx(3)
     for held in range(8, 49, 8):  # many that are small keep to what all may have
-        assert tuning.fetch_room_bytes(100, held_bytes=held, largest_bytes=8) == pytest.approx(50 - held)
+        assert tuning.fetch_capacity_bytes(100, held_bytes=held, largest_bytes=8) == pytest.approx(50 - held)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def drop_checkpoint(replay: Replay, of: TraceRequest, *, page: int) -> None:
     state = replay.cache._state
     for node in replay.cache.lookup(prompt_of(of, BLOCK, number=1)).path:
         if node.checkpoints and page in node.checkpoints:
-            residency = node.checkpoints[page].held[Tier.DEVICE]
+            residency = node.checkpoints[page].residencies[Tier.DEVICE]
             assert residency is not None
             drop_residency(state.tree, residency, state.loss(LossReason.EVICTED, Tier.DEVICE))
             return

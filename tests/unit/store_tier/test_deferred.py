@@ -456,17 +456,17 @@ def test_what_rests_is_worth_more_on_the_host() -> None:
     turn(here, 10)  # so that it is known how long ago those were
     first, second, _ = link.deferred
     ranking = here.tree.ranking
-    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is first.held[Tier.HOST], "both rest: the older one goes"
-    ranking.queue_residency(first.held[Tier.HOST])  # type: ignore[arg-type]
+    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is first.residencies[Tier.HOST], "both rest: the older one goes"
+    ranking.queue_residency(first.residencies[Tier.HOST])  # type: ignore[arg-type]
     assert link.deferred.leave(second)
-    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is second.held[Tier.HOST], "of two alike, what rests stays"
+    assert ranking.pop(Tier.HOST, runs=False, checkpoints=True) is second.residencies[Tier.HOST], "of two alike, what rests stays"
 
 
 @pytest.mark.parametrize("end", ["rested", "detached", "replaced"])
 def test_what_rests_no_longer_is_worth_no_more(end: str) -> None:
     here = rig()
     turn(here, 10)
-    [residency] = [each.held[Tier.HOST] for node in here.tree.nodes() for each in (node.checkpoints or {}).values()]
+    [residency] = [each.residencies[Tier.HOST] for node in here.tree.nodes() for each in (node.checkpoints or {}).values()]
     assert residency is not None and residency.backup_deferred
     if end == "rested":
         later(here, DELAY_S)

@@ -10,8 +10,8 @@ from stepwell import Tier, WritePolicy
 from stepwell.base.config import StoreConfig
 from stepwell.base.errors import StoreError
 from stepwell.base.ids import Kind, Level
-from stepwell.policy.displaced import Displaced
-from stepwell.policy.value import Place
+from stepwell.policy.store_victims import StoreVictimEstimate
+from stepwell.policy.value import ValueClass
 from stepwell.store.api import Store, StoreSize, Traits
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Wrapper
@@ -140,7 +140,7 @@ def test_what_memory_can_still_use_is_not_stored_with_the_end_of_its_path() -> N
         here.settle()
     last = here.cache.lookup(prompt).checkpoint
     assert last is not None and last.page == 8
-    device, host = last.held
+    device, host = last.residencies
     assert device is not None and host is not None and not store_of(here).used_bytes
     drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
     assert here.cache._store_tier.before_eviction(host) is Leaving.AT_ONCE
@@ -310,7 +310,7 @@ def test_no_checkpoint_is_stored_on_pages_that_the_store_refused() -> None:
     here.serve(prompt)
     checkpoint = here.cache.lookup(prompt).checkpoint
     assert checkpoint is not None and checkpoint.node is not None
-    device, host = checkpoint.held
+    device, host = checkpoint.residencies
     pages = checkpoint.node.runs[Tier.HOST]
     assert device is not None and host is not None and pages is not None
     drop_residency(here.tree, device, here.state.loss(LossReason.EVICTED, Tier.DEVICE))
@@ -383,8 +383,8 @@ def test_what_stored_pages_stand_on_follows_them_however_little_it_is_worth(ahea
         link.left_bytes = 0  # so that the other branch is not stored ahead
     here.settle()
     assert here.cache.counters["backup_pages"] == 4, "the end of the path, and nothing else"
-    link.displaced = Displaced(1)
-    link.displaced.note(Place(group=0, level=100, since=here.clock.now()), 1)
+    link.displaced = StoreVictimEstimate(1)
+    link.displaced.note(ValueClass(hazard_group=0, gain_level=100, last_visit_s=here.clock.now()), 1)
     here.evict_all(Tier.HOST)
     here.settle()
     assert here.cache.counters["backup_skipped_worth_less"] > 0, "the other branch is worth less than that"

@@ -16,8 +16,8 @@ def test_pages_go_many_at_a_time_when_a_point_lacks_a_slab(monkeypatch: pytest.M
     rig = Rig(model(KV, BIG), device_pages=256)
     rig.serve(text(1, 4 * 150 + 1))
     rig.serve(text(2, 5))
-    cuts, cut = [], eviction.discard_tail
-    monkeypatch.setattr(eviction, "discard_tail", lambda *args: cuts.append(cut(*args)))
+    cuts, cut = [], eviction.discard_suffix
+    monkeypatch.setattr(eviction, "discard_suffix", lambda *args: cuts.append(cut(*args)))
     before = rig.cache.counters["evicted_device_pages"]
     arena = rig.state.arena(Tier.DEVICE)
     points = next(count for count in range(1, 17) if arena.shortage({Kind.POINT: count}))

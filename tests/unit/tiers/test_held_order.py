@@ -1,4 +1,4 @@
-"""Evictions while the order of a tier is held: the same victims, in the same order, as if it was found anew for each."""
+"""Evictions while the time of a tier's order is frozen: the same victims, in the same order, as if it was found anew for each."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _told(tree: Tree, node: Node) -> tuple[object, ...]:
     runs = [(run.ids.tolist(), run.num_pages, run.num_ready, bool(run.entry)) if run else None for run in node.runs]
     kids = (node.kids.below, node.kids.anchored, list(node.kids.by_page)) if node.kids else None
     checkpoints = [
-        (page, [_name(held) if held else None for held in each.held], each.follower.page if each.follower else None)
+        (page, [_name(held) if held else None for held in each.residencies], each.follower.page if each.follower else None)
         for page, each in (node.checkpoints or {}).items()
     ]
     past = [(page, visit.at_s) for page, visit in tree.past.of(node).items()]
@@ -106,7 +106,7 @@ def same_either_way(monkeypatch: pytest.MonkeyPatch, model: str, seeds: int, **o
     most = 0
     for seed in range(seeds):
         held, anew = (Played(ALL_MODELS[model], seed, **options) for _ in range(2))
-        monkeypatch.setattr(anew.rig.tree.ranking, "hold", lambda _: False)
+        monkeypatch.setattr(anew.rig.tree.ranking, "freeze_time", lambda _: False)
         assert held.everything() == anew.everything()
         for turn in range(10):
             need = held.next_need() if turn < 9 else {Kind.PREFIX: 1600}  # at last everything that is idle

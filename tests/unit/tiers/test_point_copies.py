@@ -29,8 +29,8 @@ def test_the_tree_gets_the_copy_and_the_request_waits_for_nothing() -> None:
     rig.cache.commit(lease, 16, point_copy=page)
     assert lease.ready and lease.point_pages.tolist() == mine != [page] and not rig.executor.pending
     checkpoint = rig.cache.lookup(text(1, 17)).checkpoint
-    assert checkpoint is not None and checkpoint.held[Tier.DEVICE] is not None
-    assert checkpoint.held[Tier.DEVICE].points.tolist() == [page]
+    assert checkpoint is not None and checkpoint.residencies[Tier.DEVICE] is not None
+    assert checkpoint.residencies[Tier.DEVICE].points.tolist() == [page]
     rig.decode(lease, text(2, 5))
     rig.cache.release(lease)
     rig.engine.check(rig.ready(text(1, 17)))

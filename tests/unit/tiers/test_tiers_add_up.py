@@ -10,9 +10,9 @@ import pytest
 from stepwell import Kind, Lease, NoRoom, Tier, WritePolicy
 from stepwell.store.memory import MemoryStore
 from stepwell.tiers.eviction import make_room
+from stepwell.tree.evictable import EvictableSuffix
 from stepwell.tree.eviction_order import USEFUL
 from stepwell.tree.node import ABSENT, Residency, Run
-from stepwell.tree.tails import Tail
 from toys import ALL_MODELS, FULL, FULL_POINT, HYBRID, PAGE, Rig, text
 
 
@@ -172,7 +172,7 @@ def test_a_copy_made_because_the_device_needs_the_room_is_not_given_up_as_a_repe
     rig.tree.ranking.queue(run)
     rig.serve(text(1, 17))  # now that it was used, it stays on the device
     run = rig.tree.ranking.pop(Tier.HOST, runs=True, checkpoints=False)
-    assert isinstance(run, Run) and rig.tree.ranking.tails.of(run) == Tail(0, dead=False, repeated=True)
+    assert isinstance(run, Run) and rig.tree.ranking.suffixes.of(run) == EvictableSuffix(0, unreachable=False, duplicate=True)
     rig.tree.ranking.queue(run)
     rig.cache.audit()
 
@@ -285,8 +285,8 @@ def test_a_repeated_trunk_may_leave_the_host_whatever_stands_on_it_there() -> No
     rig.serve([*trunk, *text(3, 1)])
     runs = [run for node in rig.tree.nodes() if (run := node.runs[Tier.HOST]) is not None and node.end <= 4]
     assert runs and all(run.node.kids is not None for run in runs), "the branch should be below it on the host"
-    tails = [rig.tree.ranking.tails.of(run) for run in runs]
-    assert all(tail is not None and tail.repeated for tail in tails)
+    tails = [rig.tree.ranking.suffixes.of(run) for run in runs]
+    assert all(tail is not None and tail.duplicate for tail in tails)
 
 
 def test_a_stem_that_was_to_leave_the_device_and_is_used_may_leave_the_host_though_branches_stand_on_it_there() -> None:

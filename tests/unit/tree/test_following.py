@@ -28,7 +28,7 @@ def _first(bench: Bench) -> int:
 
 
 def _drop(bench: Bench, checkpoint: Checkpoint) -> None:
-    for residency in list(checkpoint.held):
+    for residency in list(checkpoint.residencies):
         if residency is not None:
             drop_residency(bench.tree, residency, GONE)
     bench.check()
@@ -39,7 +39,7 @@ def test_the_checkpoint_before_a_new_one_goes_first() -> None:
     bench = _bench()
     path, other = list(range(1, 13)), [91, 92]
     for each in (path, other):
-        bench.insert(each, let_go=True)
+        bench.insert(each, release=True)
     _left(bench, path, 8)
     _left(bench, other, 2)
     _left(bench, path, 12)
@@ -50,31 +50,31 @@ def test_both_tiers_of_a_followed_checkpoint_are_queued_again() -> None:
     bench = _bench()
     path = list(range(1, 9))
     for tier in (Tier.DEVICE, Tier.HOST):
-        bench.insert(path, tier=tier, let_go=True)
+        bench.insert(path, tier=tier, release=True)
     before = _left(bench, path, 4)
     bench.checkpoint(path, 4, Tier.HOST)
-    tickets = [residency.entry for residency in before.held if residency is not None]
+    tickets = [residency.entry for residency in before.residencies if residency is not None]
     _left(bench, path, 8)
-    again = [residency.entry for residency in before.held if residency is not None]
+    again = [residency.entry for residency in before.residencies if residency is not None]
     assert len(tickets) == 2 and all(new > old for new, old in zip(again, tickets, strict=True))
 
 
 def test_a_checkpoint_between_two_stands_between_them() -> None:
     bench = _bench()
     path = list(range(1, 13))
-    bench.insert(path, let_go=True)
+    bench.insert(path, release=True)
     two, twelve = _left(bench, path, 2), _left(bench, path, 12)
-    ticket = twelve.held[Tier.DEVICE].entry  # type: ignore[union-attr]
+    ticket = twelve.residencies[Tier.DEVICE].entry  # type: ignore[union-attr]
     six = _left(bench, path, 6)
     assert two.follower is six and six.follower is twelve and twelve.follower is None
-    assert twelve.held[Tier.DEVICE].entry > ticket, "it saves less from now on"  # type: ignore[union-attr]
+    assert twelve.residencies[Tier.DEVICE].entry > ticket, "it saves less from now on"  # type: ignore[union-attr]
     _drop(bench, six)
     assert two.follower is twelve and six.follower is None
 
 
 def test_the_first_of_a_node_knows_the_next_one() -> None:
     bench = _bench()
-    bench.insert([1, 2, 3, 4], let_go=True)
+    bench.insert([1, 2, 3, 4], release=True)
     four = _left(bench, [1, 2, 3, 4], 4)
     assert _left(bench, [1, 2, 3, 4], 2).follower is four
 
@@ -84,7 +84,7 @@ def test_a_deeper_checkpoint_of_another_branch_does_not_follow() -> None:
     bench = _bench()
     longer, shorter = [1, 2, *range(10, 20)], [1, 2, 30, 31, 32]
     for each in (longer, shorter):
-        bench.insert(each, let_go=True)
+        bench.insert(each, release=True)
     shared = _left(bench, shorter, 2)
     long_end = _left(bench, longer, 12)
     assert shared.follower is long_end
@@ -97,7 +97,7 @@ def test_one_that_leaves_at_the_same_boundary_of_another_branch_changes_nothing(
     bench = _bench()
     left, right = [1, 2, 3, 4], [1, 2, 5, 6]
     for each in (left, right):
-        bench.insert(each, let_go=True)
+        bench.insert(each, release=True)
     shared = _left(bench, left, 2)
     left_end, right_end = _left(bench, left, 4), _left(bench, right, 4)
     _drop(bench, left_end)
@@ -106,10 +106,10 @@ def test_one_that_leaves_at_the_same_boundary_of_another_branch_changes_nothing(
 
 def test_what_was_cut_off_with_its_branch_follows_nobody() -> None:
     bench = _bench()
-    bench.insert([1, 2, 3, 4], let_go=True)
-    bench.insert([1, 2, 3, 4, 5, 6, 7], let_go=True)
-    bench.insert([1, 2, 3, 4, 5, 8], let_go=True)
-    bench.insert([1, 2, 9], let_go=True)
+    bench.insert([1, 2, 3, 4], release=True)
+    bench.insert([1, 2, 3, 4, 5, 6, 7], release=True)
+    bench.insert([1, 2, 3, 4, 5, 8], release=True)
+    bench.insert([1, 2, 9], release=True)
     path = [1, 2, 3, 4, 5, 6, 7]
     top = _left(bench, path, 2)
     for page in (4, 7):  # in two nodes, one below the other
@@ -123,8 +123,8 @@ def test_what_was_cut_off_with_its_branch_follows_nobody() -> None:
 def test_a_split_keeps_who_follows_whom() -> None:
     bench = _bench()
     path = list(range(1, 9))
-    bench.insert(path, let_go=True)
+    bench.insert(path, release=True)
     two, eight = _left(bench, path, 2), _left(bench, path, 8)
-    bench.insert([1, 2, 3, 99], let_go=True)
+    bench.insert([1, 2, 3, 99], release=True)
     assert two.node is not eight.node and two.follower is eight
     bench.check()

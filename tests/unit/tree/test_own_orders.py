@@ -14,7 +14,7 @@ from stepwell.tree.accounts import Account
 from stepwell.tree.checkpoints import add_residency, drop_residency
 from stepwell.tree.node import Residency, Run, Use, Victim
 from stepwell.tree.own_orders import MOST_AT_LEAST, MOST_PER_LIVE, Orders
-from stepwell.tree.pruning import clear, discard_ids, discard_tail
+from stepwell.tree.pruning import clear, discard_ids, discard_suffix
 from toys import FULL, HYBRID
 
 ALICE = Namespace(model="m", layout="l", tenant="alice")
@@ -29,11 +29,11 @@ def _bench(spec: object = FULL, quota: float = 1.0) -> tuple[Bench, Account, Ord
 
 
 def _insert(bench: Bench, count: int, space: Namespace = BOB, since: float = 0.0) -> list[PageIds]:
-    return [bench.insert([i + 1], space=space, use=Use(at_s=since + i), let_go=True) for i in range(count)]
+    return [bench.insert([i + 1], space=space, use=Use(at_s=since + i), release=True) for i in range(count)]
 
 
 def _checkpoint(bench: Bench, name: int, page: int) -> Residency:
-    ids = bench.insert([name] * page, space=BOB, use=Use(at_s=float(name)), let_go=True)
+    ids = bench.insert([name] * page, space=BOB, use=Use(at_s=float(name)), release=True)
     held = bench.arena().alloc({Kind.WINDOW: len(HYBRID.window_span(page * 4)), Kind.POINT: 1})
     for kind, each in held.items():
         bench.arena().mark_ready(kind, each)
@@ -49,7 +49,7 @@ def _checkpoint(bench: Bench, name: int, page: int) -> Residency:
 def _evict(bench: Bench) -> Victim | None:
     victim = bench.tree.ranking.pop(Tier.DEVICE, runs=True, checkpoints=True)
     if isinstance(victim, Run):
-        discard_tail(bench.tree, victim, 0, GONE)
+        discard_suffix(bench.tree, victim, 0, GONE)
     elif victim is not None:
         drop_residency(bench.tree, victim, GONE)
     return victim
@@ -100,7 +100,7 @@ def test_the_dead_are_never_many_more_than_the_living(dying: str) -> None:
 def test_what_something_stands_on_leaves_no_entries_either() -> None:
     bench, account, own = _bench()
     for i in range(MANY):
-        bench.insert([i + 1], space=BOB, use=Use(at_s=float(i)), let_go=True)
+        bench.insert([i + 1], space=BOB, use=Use(at_s=float(i)), release=True)
         bench.insert([i + 1, 7], space=BOB, use=Use(at_s=float(i)))  # in use
     for _ in range(MANY):
         bench.tree.ranking.tidy(Tier.DEVICE)

@@ -16,7 +16,7 @@ from toys import FULL
 
 def _entered(bench: Bench, path: list[int], at_s: float = 0.0) -> Visit:
     visit = Visit(at_s, end=len(path))
-    bench.insert(path, use=Use(at_s=at_s, visit=visit), let_go=True)
+    bench.insert(path, use=Use(at_s=at_s, visit=visit), release=True)
     return visit
 
 
@@ -48,7 +48,7 @@ def test_what_came_back_is_not_remembered_as_gone() -> None:
     visit = _entered(bench, [1, 2, 3, 4])
     node = bench.path([1])[0]
     truncate(bench.tree, node, 2, GONE)
-    bench.insert([1, 2, 3, 4], let_go=True)
+    bench.insert([1, 2, 3, 4], release=True)
     assert not bench.tree.past.of(node) and node.num_pages == 4 and node.visit is visit
 
 
@@ -57,7 +57,7 @@ def test_pages_fetched_without_a_request_come_back_under_their_old_visit() -> No
     _entered(bench, [1, 2, 3])
     visit = _entered(bench, [1, 2, 7, 8])
     truncate(bench.tree, bench.path([1, 2, 7, 8])[1], 0, GONE)
-    bench.insert([1, 2, 7, 8], tier=Tier.DEVICE, use=Use(at_s=9.0), let_go=True)
+    bench.insert([1, 2, 7, 8], tier=Tier.DEVICE, use=Use(at_s=9.0), release=True)
     assert bench.path([1, 2, 7, 8])[1].visit is visit
 
 

@@ -12,7 +12,7 @@ from stepwell import Kind, Tier
 from stepwell.tree.checkpoints import drop_residency
 from stepwell.tree.node import ABSENT, LossReason
 from stepwell.tree.notes import key_of
-from stepwell.tree.pruning import KEPT_EMPTY_ROOTS, clear, discard, discard_ids, truncate
+from stepwell.tree.pruning import MOST_EMPTY_ROOTS, clear, discard, discard_ids, truncate
 from stepwell.tree.tree import MAX_LOST
 
 
@@ -138,11 +138,11 @@ def test_clear_forgets_one_namespace_and_leaves_pages_to_their_holders() -> None
 
 def test_empty_namespaces_are_kept_for_explanations_but_not_without_end() -> None:
     bench = Bench(pages=2048)
-    for number in range(KEPT_EMPTY_ROOTS + 50):
+    for number in range(MOST_EMPTY_ROOTS + 50):
         space = replace(SPACE, salt=str(number))
-        bench.insert([1], space=space, let_go=True)
+        bench.insert([1], space=space, release=True)
         clear(bench.tree, space.digest, GONE)
-    assert len(bench.tree.roots) <= KEPT_EMPTY_ROOTS + 1
+    assert len(bench.tree.roots) <= MOST_EMPTY_ROOTS + 1
     bench.check()
 
 

@@ -47,12 +47,12 @@ class Bench:
 
     def insert(
         self, path: list[int], *, space: Namespace = SPACE, use: Use | None = None, tier: Tier = Tier.DEVICE,
-        ready: bool = True, let_go: bool = False,
+        ready: bool = True, release: bool = False,
     ) -> PageIds:  # fmt: skip
-        """Offers fresh pages for a path; `let_go` leaves them to the tree alone."""
+        """Offers fresh pages for a path; `release` leaves them to the tree alone."""
         ids = self.alloc(len(path), tier, ready=ready)
         self.tree.insert(space, self.packed(path), tier, ids, use or Use(at_s=0.0))
-        if let_go:
+        if release:
             self.tree.release(tier, Kind.PREFIX, ids)
         return ids
 

@@ -35,7 +35,7 @@ from stepwell.server.stores import Stores
 from stepwell.sim.page import STYLE
 from stepwell.store.api import SpaceSize, Store, StoreSize, largest_spaces, size_of
 from stepwell.tiers.lease import LeaseState
-from stepwell.tree.survey import Kept, Stretch, Survey
+from stepwell.tree.survey import Stretch, Survey, SurveyedCheckpoint
 
 MOST_REQUESTS, MOST_PATHS, MOST_SPACES = 50, 10, 50
 REUSED_S = 1.0  # how long a survey is reused, so that many pages open at once cost the engine one survey
@@ -159,7 +159,7 @@ def _tree(engine: Engine, *, salted: bool) -> dict[str, Any]:
     spaces = {digest: _namespace(cache.namespace_of(digest)) for digest in digests}
     speed = cache.compute_tokens_per_s
 
-    def common(each: Stretch | Kept, tokens: int) -> dict[str, Any]:
+    def common(each: Stretch | SurveyedCheckpoint, tokens: int) -> dict[str, Any]:
         """Fields that stretches and checkpoints share. `tokens` would have to be computed again without the entry."""
         compute_s = tokens / speed if speed else None
         return {"namespace": spaces[each.space], "used_ago_s": now_s - each.used_at_s, "compute_s": compute_s}

@@ -1,6 +1,6 @@
-"""What an operator sets on a cache, checked when it is made. Reads no environment and no files.
+"""The operator's settings of a cache, checked on construction. Reads no environment and no files.
 
-What nobody needs to set is a constant beside its user, or in `policy/store_use.py`.
+Values that no operator needs to change are constants next to their users, or in `policy/store_use.py`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from enum import Enum
 from stepwell.base.errors import ConfigError
 from stepwell.base.store_key import StoreKey
 
-MAX_PRIORITY = 10  # each step doubles what a request's path is worth keeping,
-PRIORITY_STEP_S = 600.0  # and one is lost in so much time
+MAX_PRIORITY = 10  # each step doubles the worth of a request's path
+PRIORITY_STEP_S = 600.0  # a step is lost after this time
 HOT_ROWS = 4096  # twice what a model with sparse attention reads in a step
 DELAY_S = (
     30.0  # that checkpoints wait on the host before they are stored: the next turn of a conversation supersedes most by then
@@ -21,14 +21,15 @@ DELAY_S = (
 
 
 class WritePolicy(Enum):
-    """When a page on the device is also saved to the host. Inclusive policies save what stays on the device too, once it has
-    been used often enough. The exclusive one saves what leaves the device, and sooner while the host has free memory.
+    """When a page on the device is saved to the host. Inclusive policies also save pages that stay on the device, once they were
+    used often enough. The exclusive policy saves pages that are evicted from the device, and earlier while the host has free
+    memory.
 
-    Known by other names too: see `WRITE_NAMES`.
+    `WRITE_NAMES` has other names for them.
     """
 
-    THROUGH = "through"  # inclusive: saved when it is committed
-    SELECTIVE = "selective"  # inclusive: saved when it is used a second time
+    THROUGH = "through"  # inclusive: saved on commit
+    SELECTIVE = "selective"  # inclusive: saved on the second use
     EXCLUSIVE = "exclusive"
 
     @classmethod
@@ -37,7 +38,7 @@ class WritePolicy(Enum):
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether the host may evict what the device has too: it is saved again when it leaves the device."""
+        """Whether the host may evict what the device has too. It is saved again when the device evicts it."""
         return self is WritePolicy.EXCLUSIVE
 
     @property
@@ -45,14 +46,14 @@ class WritePolicy(Enum):
         return self.saves_on_use(1)
 
     def saves_on_use(self, uses: int) -> bool:
-        """Whether the `uses`-th use of something cached is reason to save it."""
+        """Whether the `uses`-th use of something cached saves it."""
         return not self.is_exclusive and uses >= _USES_BEFORE_SAVE[self]
 
 
 _USES_BEFORE_SAVE = {WritePolicy.THROUGH: 1, WritePolicy.SELECTIVE: 2}
 WRITE_NAMES = {each.value: each for each in WritePolicy} | {
     "inclusive": WritePolicy.THROUGH,
-    "write_through": WritePolicy.THROUGH,  # as SGLang has it, and the next but one
+    "write_through": WritePolicy.THROUGH,  # as SGLang calls it; so are `write_through_selective` and `write_back`
     "write_through_selective": WritePolicy.SELECTIVE,
     "write_back": WritePolicy.EXCLUSIVE,
     "back": WritePolicy.EXCLUSIVE,
@@ -62,10 +63,10 @@ WRITE_NAMES = {each.value: each for each in WritePolicy} | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConfig:
-    """How far apart the checkpoints of a running request are. There is always one at the prompt's end and at a branch."""
+    """How far apart the checkpoints of a running request are. There are always some at the prompt's end and at a branch."""
 
-    interval_tokens: int | None = None  # exactly at multiples of this; 0 for none, None: 8,192 or what suits the model
-    decode_interval_tokens: int = 1  # while an answer grows, in whole boundaries: each of them; only the last is kept; 0 for none
+    interval_tokens: int | None = None  # at exact multiples of this; 0 for none; None for 8,192, or more if the model requires it
+    decode_interval_tokens: int = 1  # while an answer grows, rounded up to whole boundaries; only the last is kept; 0 for none
 
     def __post_init__(self) -> None:
         if (self.interval_tokens or 0) < 0 or self.decode_interval_tokens < 0:
@@ -73,21 +74,21 @@ class PlacementConfig:
 
 
 class PrefetchPolicy(Enum):
-    """How long a request waits for what the store has of its prompt."""
+    """How long a request waits for the parts of its prompt that the store has."""
 
-    BEST_EFFORT = "best_effort"  # not at all: it uses what has arrived when its turn comes
-    WAIT_COMPLETE = "wait_complete"  # until everything is there or has failed
-    TIMEOUT = "timeout"  # as long as computing is expected to take, if fetching is expected to be sooner
+    BEST_EFFORT = "best_effort"  # not at all: it uses what has arrived when it is scheduled
+    WAIT_COMPLETE = "wait_complete"  # until everything has arrived or failed
+    TIMEOUT = "timeout"  # as long as computing is expected to take, if fetching is expected to be faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreConfig:
     """How the cache uses a store."""
 
-    key: StoreKey | None = None  # what values are stamped with; only what was written with the same one is used
+    key: StoreKey | None = None  # stamps values; only values written with the same key are used
     prefetch: PrefetchPolicy = PrefetchPolicy.TIMEOUT
     prefetch_timeout_s: float = 30.0  # the longest that a request waits under TIMEOUT
-    recompute_tokens_per_s: float | None = None  # how fast prompts are computed; measured where None
+    recompute_tokens_per_s: float | None = None  # the speed of computing prompts; None to measure it
     checkpoint_delay_s: float | None = (
         None  # before a checkpoint is stored; what is superseded by then is not. None: see `delay_s`
     )
@@ -105,7 +106,7 @@ class StoreConfig:
             raise ConfigError("recompute_tokens_per_s must be positive; leave it None to have it measured")
 
     def delay_s(self, *, shared: bool) -> float:
-        """How long checkpoints rest: half a minute, but not where others wait for them."""
+        """How long checkpoints wait on the host before they are stored: half a minute, or 0 for a shared store."""
         if self.checkpoint_delay_s is not None:
             return self.checkpoint_delay_s
         return 0.0 if shared else DELAY_S
@@ -113,15 +114,15 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """Sizes and policies. A tier that is None does not exist."""
+    """Sizes and policies. A tier whose size is None does not exist."""
 
     device_bytes: int | None
     host_bytes: int | None = None
     write: WritePolicy = WritePolicy.THROUGH
-    durable: bool = True  # what is committed goes soon to a store that outlives the process, whatever `write` says
+    durable: bool = True  # committed state is written soon to a store that outlives the process, under every `write` policy
     placement: PlacementConfig = field(default_factory=PlacementConfig)
-    vocab_size: int | None = None  # token ids at or above it are refused
-    hot_rows: int = HOT_ROWS  # of each layer, that a request keeps on the device once rows of it are on the host alone
+    vocab_size: int | None = None  # higher token ids are refused
+    hot_rows: int = HOT_ROWS  # of each layer, that a request keeps on the device while some of its rows are only on the host
     memory_quotas: Mapping[str, float] = field(default_factory=dict, hash=False)  # shares of each tier, by tenant
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ class CacheConfig:
             raise ConfigError("a cache needs at least one tier: give device_bytes, host_bytes, or both")
         for label, size in (("device_bytes", self.device_bytes), ("host_bytes", self.host_bytes)):
             if size is not None and size <= 0:
-                raise ConfigError(f"{label} must be positive, got {size}; leave it None to do without that tier")
+                raise ConfigError(f"{label} must be positive, got {size}; leave it None for no such tier")
         if self.hot_rows < 0:
             raise ConfigError(f"hot_rows must be 0 or more, got {self.hot_rows}")
         for tenant, share in self.memory_quotas.items():

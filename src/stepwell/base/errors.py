@@ -1,21 +1,21 @@
-"""Every error a caller of Stepwell can meet. A miss is not an error, and is not here.
+"""All errors that callers of Stepwell can get. A miss is not an error.
 
-`StepwellError` catches them all. Our own bugs are asserts, not members of this tree.
+`StepwellError` catches them all. Bugs in Stepwell fail assertions instead.
 """
 
 from __future__ import annotations
 
 
 class StepwellError(Exception):
-    """The root of everything Stepwell raises on purpose."""
+    """The base class of all errors that Stepwell raises on purpose."""
 
 
 class ConfigError(StepwellError):
-    """A setting that cannot work; the message says what would."""
+    """A setting that cannot work; the message says what can."""
 
 
 class SpecError(ConfigError):
-    """A description of a model's memory that contradicts itself or is not known."""
+    """A description of a model's memory that is unknown or contradicts itself."""
 
 
 class BadTokens(StepwellError):
@@ -23,21 +23,21 @@ class BadTokens(StepwellError):
 
 
 class LeaseError(StepwellError):
-    """A lease used after it was given back, twice, or against its order of calls."""
+    """A lease was used after its release, released twice, or used with calls in the wrong order."""
 
 
 class LoadFailed(LeaseError):
-    """Bytes that a lease needed did not arrive: release it and look the prompt up again, which will miss honestly."""
+    """Bytes that a lease needed did not arrive: release it and look the prompt up again, which then misses them."""
 
 
 class WrongThread(StepwellError):
-    """A cache was called from a second thread. It belongs to one at a time: see `Cache.hand_over`."""
+    """A cache was called from a second thread. It belongs to one thread at a time: see `Cache.hand_over`."""
 
 
 class NoRoom(StepwellError):
-    """A tier cannot hold what was asked for now; nothing was handed out.
+    """A tier has no memory for a request now; nothing was allocated.
 
-    `waiting` is true when room is on its way (a write-back is running): call `step()` and try again.
+    `waiting` is true if memory will be freed soon (a write-back is running): call `step()` and try again.
     """
 
     def __init__(self, message: str, *, waiting: bool = False) -> None:
@@ -46,4 +46,4 @@ class NoRoom(StepwellError):
 
 
 class StoreError(StepwellError):
-    """A store that cannot be opened, reached or used as a whole. A value it lacks is a miss, not this."""
+    """A store cannot be opened, reached or used as a whole. A missing value is a miss, not an error."""

@@ -1,4 +1,4 @@
-"""How to add an extra to this installation: from the checkout, the repository or the index that it came from."""
+"""How to add an extra to this installation: from the checkout, repository or index that it was installed from."""
 
 from __future__ import annotations
 

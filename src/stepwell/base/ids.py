@@ -1,4 +1,4 @@
-"""Names for the things that cross module edges: tiers, kinds of object, and numbered handles."""
+"""Types that several modules share: tiers, kinds of object, and numbered handles."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ JobId = NewType("JobId", int)
 
 
 class Tier(IntEnum):
-    """A memory a cached object can be in, nearest to the model first."""
+    """A memory that cached objects can be in, nearest to the model first."""
 
     DEVICE = 0
     HOST = 1
-    ENGINE = 2  # memory of an engine that owns its own: a source and target of copies, never cached in
+    ENGINE = 2  # an engine's own memory: a source and target of copies, but not a cache tier
     STORE = 3  # below all memory: values by key, not pages by id
 
     @property
@@ -23,14 +23,14 @@ class Tier(IntEnum):
 
 
 class Kind(IntEnum):
-    """A kind of object. Each is one contiguous run of bytes of one fixed size, the same in every tier unless rows may spill or
-    checkpoints are narrow.
+    """A kind of object: contiguous bytes of a fixed size, the same in every tier unless rows may spill or checkpoints are
+    narrow.
     """
 
     PREFIX = 0  # all Prefix states of one page of tokens
     WINDOW = 1  # all Window states of one window page of tokens
     POINT = 2  # all Point states at one boundary
-    ROWS = 3  # on the device alone: those rows of a prefix page that may also be on the host only (`spec/spill.py`)
+    ROWS = 3  # only on the device: the rows of a prefix page, if they may spill to the host (`spec/spill.py`)
 
     @property
     def label(self) -> str:
@@ -38,11 +38,11 @@ class Kind(IntEnum):
 
 
 class Level(IntEnum):
-    """What a stored value is worth, as far as its writer knows. A store that is full forgets the lowest level first."""
+    """What a stored value is worth, as far as its writer knows. A full store evicts the lowest level first."""
 
-    EXPENDABLE = 0  # memory has it too, or something else serves in its place
+    EXPENDABLE = 0  # memory has it too, or another value serves in its place
     NORMAL = 1
-    VALUABLE = 2  # somebody said that it matters
+    VALUABLE = 2  # a request or an operator marked it as important
 
 
 CACHED_TIERS = (Tier.DEVICE, Tier.HOST)

@@ -1,4 +1,4 @@
-"""Meters that are handed in, never ambient: a clock to read, and counts of what happened, by name. They decide nothing."""
+"""Clocks, and counters by name. They are passed as arguments, never global, and decide nothing."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Mapping
 from threading import Event
 from typing import Protocol
 
-MANUAL_WAIT_S = 0.0005  # of the machine's time, that other threads have before a manual clock moves on
+MANUAL_WAIT_S = 0.0005  # of real time, which other threads get before a manual clock advances
 
 
 class Clock(Protocol):
-    """Seconds that never go backwards; only differences mean anything."""
+    """Seconds that never go backwards; only differences are meaningful."""
 
     def now(self) -> float: ...
 
     def sleep(self, seconds: float) -> None:
-        """Lets so much time pass."""
+        """Lets `seconds` pass."""
         ...
 
     def wait(self, event: Event, seconds: float) -> None:
-        """Lets so much time pass, or less: until the event is set, which another thread may do."""
+        """Lets `seconds` pass, or less if another thread sets the event."""
         ...
 
     def wall_s(self, at_s: float) -> float:
-        """The time of day at a moment of this clock, in seconds since 1970: to tell people, never to decide by."""
+        """The time of day at a moment of this clock, in seconds since 1970: for people, never for decisions."""
         ...
 
 
 class SystemClock:
-    """The machine's monotonic clock, with the time it was suspended where the system counts that: a TTL ends meanwhile."""
+    """The machine's monotonic clock. If the system allows, it includes suspended time, so that TTLs end meanwhile."""
 
     def now(self) -> float:
         return _running_s()
@@ -52,7 +52,7 @@ def _running_s() -> float:
 
 
 class ManualClock:
-    """A clock that stands still until it is told to move: for tests and replays."""
+    """A clock that only advances on request: for tests and replays."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -68,7 +68,7 @@ class ManualClock:
             self.advance(seconds)
 
     def wall_s(self, at_s: float) -> float:
-        return at_s  # it began in 1970, so that the same calls say the same
+        return at_s  # starts in 1970, so that results are reproducible
 
     def advance(self, seconds: float) -> None:
         assert seconds >= 0, f"time does not run backwards: {seconds=}"
@@ -76,7 +76,7 @@ class ManualClock:
 
 
 class Counters:
-    """Monotone counters; a name appears with its first count."""
+    """Monotonic counters; a name appears with its first count."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -94,12 +94,12 @@ class Counters:
 
 
 class Durations:
-    """How long something took, each time: how many times up to each of some bounds, and all together. One thread."""
+    """A histogram of durations and their sum. For one thread."""
 
     BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
     def __init__(self) -> None:
-        self.counts = [0] * (len(self.BOUNDS_S) + 1)  # up to each bound and above the one before; the last is above all
+        self.counts = [0] * (len(self.BOUNDS_S) + 1)  # up to each bound and above the previous one; the last is above all bounds
         self.total_s = 0.0
 
     def add(self, took_s: float) -> None:

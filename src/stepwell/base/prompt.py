@@ -1,13 +1,13 @@
-"""A prompt as the cache sees it: bytes of little-endian int32, checked once at the door, and names for its pages.
+"""The cache's form of a prompt: bytes of little-endian int32, checked once on entry, and the keys of its pages.
 
-Bytes, because comparing two runs of tokens is then one `memcmp` (`bytes.startswith`) without a copy.
+Tokens are bytes because comparing two sequences is then one `memcmp` (`bytes.startswith`) without a copy.
 
-A page's name means the same everywhere. It is a link of a hash chain that starts from the namespace:
+A page's key means the same everywhere. It is a link of a hash chain that starts from the namespace:
 
     key_0 = H(namespace),  key_i = H(key_{i-1} | tokens of page i)
 
-Two configurations that would read each other's bytes wrongly never share a key, because everything that
-tells them apart is framed into the seed. Pure; keys are computed only where a store needs them.
+Two configurations that would misread each other's bytes never share a key, because everything that distinguishes them is framed
+into the seed. Pure; keys are computed only where a store or a listener needs them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEY_BYTES = 32
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 PageKey = NewType("PageKey", bytes)
 
-# Copies of a state that has taken nothing in are made faster than new states.
+# Copying an empty hash state is faster than making a new one.
 _PAGE = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-page")
 _MANIFEST = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-manif")
 
@@ -39,7 +39,7 @@ _MANIFEST = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-manif")
 def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
     """Checks `tokens` and returns them as packed int32. Raises BadTokens; changes nothing."""
     if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] < (vocab_size or MAX_TOKEN + 1):
-        return tokens[0].to_bytes(TOKEN_BYTES, "little")  # what a decode step adds
+        return tokens[0].to_bytes(TOKEN_BYTES, "little")  # the usual case in decode steps
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError) as error:
@@ -50,10 +50,10 @@ def pack(tokens: Tokens, *, vocab_size: int | None = None) -> bytes:
         return b""
     limit = MAX_TOKEN if vocab_size is None else vocab_size - 1
     if ids.dtype.kind not in "iu":
-        if all(type(each) is int for each in tokens):  # too large for any integer of NumPy's
+        if all(type(each) is int for each in tokens):  # too large for any integer type of NumPy
             raise BadTokens(f"a token id is out of range 0..{limit}, by far")
         raise BadTokens(f"token ids must be whole numbers, got {ids.dtype}")
-    # One pass instead of two: seen as unsigned, a negative id is larger than any limit.
+    # One pass instead of two: viewed as unsigned, a negative id is larger than any limit.
     if int(ids.view(ids.dtype.str.replace("i", "u")).max()) > limit:
         lowest = int(ids.min())
         raise BadTokens(f"token id {lowest if lowest < 0 else int(ids.max())} is out of range 0..{limit}")
@@ -66,7 +66,7 @@ def unpack(packed: bytes) -> npt.NDArray[np.int32]:
 
 
 def common_pages(left: bytes, right: bytes, page_bytes: int) -> int:
-    """How many whole pages two packed runs share from their start."""
+    """The number of whole pages that two packed sequences share from their start."""
     size = min(len(left), len(right)) // page_bytes * page_bytes
     if left[:size] == right[:size]:
         return size // page_bytes
@@ -76,24 +76,23 @@ def common_pages(left: bytes, right: bytes, page_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Namespace:
-    """Everything that must agree before two prompts may share bytes.
+    """Everything that must be equal for two prompts to share bytes.
 
-    `model` is the identity of the weights (a digest where one is known), `layout` the fingerprint of the
-    spec (dtypes, page size, states), `shard` which part of a sharded model these bytes are, `tenant` whose
-    quota they count against. Absent and empty differ: `salt=None` is not `salt=""`. `name` is what people call
-    the model: it need not agree.
+    `model` is the identity of the weights (a digest if known), `layout` the fingerprint of the spec (dtypes, page size, states),
+    `shard` the part of a sharded model, and `tenant` the account of the bytes. None and empty differ: `salt=None` is not
+    `salt=""`. `name` is the model's name for people, and need not be equal.
     """
 
     model: str
     layout: str
     shard: str | None = None
     adapter: str | None = None
-    salt: str | None = field(default=None, repr=False)  # a secret of whoever chose it
+    salt: str | None = field(default=None, repr=False)  # a secret of the client that chose it
     tenant: str | None = None
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for text that no digest can be made of: half of a surrogate pair."""
+        """Raises ConfigError for text that has no digest: half of a surrogate pair."""
         for name in ("model", "layout", "shard", "adapter", "salt", "tenant"):
             text = getattr(self, name)
             if text is not None and not text.isascii():
@@ -104,7 +103,7 @@ class Namespace:
 
     @cached_property
     def digest(self) -> PageKey:
-        """The framed digest that seeds every chain: no two namespaces run together, whatever their texts."""
+        """The framed digest that seeds every chain: it differs for any two namespaces, whatever their texts."""
         state = hashlib.blake2b(digest_size=KEY_BYTES, person=b"stepwell-ns")
         state.update(FORMAT_VERSION.to_bytes(4, "little"))
         for part in (self.model, self.layout, self.shard, self.adapter, self.salt, self.tenant):
@@ -131,14 +130,14 @@ def page_keys(parent: PageKey, packed: bytes, page_bytes: int) -> Iterator[PageK
 
 
 def manifest_key(boundary: PageKey) -> bytes:
-    """The key of the manifest of the checkpoint that stands on the page called `boundary`."""
+    """The key of the manifest of the checkpoint at the end of the page with key `boundary`."""
     state = _MANIFEST.copy()
     state.update(boundary)
     return state.digest()
 
 
 def member_key(page: PageKey, kind: str, checksum: bytes) -> bytes:
-    """The key of one object of a checkpoint: named by what it holds, so that the same name always means the same bytes."""
+    """The key of one object of a checkpoint. It contains the checksum, so the same key always means the same bytes."""
     state = hashlib.blake2b(page, digest_size=KEY_BYTES, person=b"stepwell-member")
     state.update(_framed(kind))
     state.update(checksum)

@@ -1,6 +1,6 @@
-"""The secret shared by all who may fill a store: values marked with it are told from everybody else's.
+"""The secret that all permitted writers of a store share. It stamps their values, so that readers reject any others.
 
-Pure: takes bytes and reads no file (`store/key_file.py` does). What it shows of itself, an id, gives nothing away.
+Pure: takes bytes and reads no file (`store/key_file.py` does). Its public id reveals nothing about it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from stepwell.base.errors import ConfigError
 MIN_SECRET_BYTES = 32
 MAC_BYTES = 16
 ID_BYTES = 4
-_LEAST_VARIETY = 8  # different bytes: random ones always have more, a file of zeros or of one word over and over has not
+_LEAST_VARIETY = 8  # distinct bytes: random secrets always have more, a file of zeros or of one repeated word has fewer
 
 
 class StoreKey:
@@ -32,11 +32,11 @@ class StoreKey:
         return f"StoreKey({self.id.hex()})"
 
     def space(self, namespace: bytes) -> bytes:
-        """What a namespace is called under this key: 32 bytes that differ from its own digest and from any other key's."""
+        """The name of a namespace under this key: 32 bytes that differ from its digest and from its name under any other key."""
         return self._keyed(namespace, b"stepwell-space", 32)
 
     def mac(self, message: bytes) -> bytes:
-        """What only a holder of the key can say of a message. Compare it with `hmac.compare_digest`."""
+        """A message authentication code, which only holders of the key can compute. Compare it with `hmac.compare_digest`."""
         return self._keyed(message, b"stepwell-stamp", MAC_BYTES)
 
     def _keyed(self, message: bytes, purpose: bytes, size: int) -> bytes:

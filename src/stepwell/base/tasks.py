@@ -1,8 +1,7 @@
-"""What executors are told to do, and what came of it: plans of copies between memories, and operations on a store.
+"""The tasks of executors and their outcomes: plans of copies between memories, and operations on a store.
 
-Frozen steps over page ids and keys. They name pages, never tree nodes, so the tree may split or shrink while they run. Every
-rank carries out the same task on its own memory and its own share of the store; it counts when all of them have. Deciding
-happens elsewhere; so does copying.
+Tasks are immutable. They refer to pages and keys, never to tree nodes, so the tree may split or shrink while they run. Every rank
+carries out the same task on its own memory and its own share of the store; a task is done when all ranks have answered.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NO_PAGES.setflags(write=False)
 
 
 class Purpose(Enum):
-    """Why bytes move; also the label their failures are counted under."""
+    """Why bytes are copied; also the label under which failures are counted."""
 
     LOAD = "load"  # towards the model, because a request resumes
     SAVE = "save"  # away from the model, because they should outlive their tier
@@ -37,8 +36,8 @@ class Purpose(Enum):
 class Span:
     """Pages of one kind in one tier.
 
-    For `Tier.ENGINE` the ids are the engine's own names: a number for each page, or a row of block numbers where it keeps a page
-    in several blocks, `[page][block]`.
+    For `Tier.ENGINE` the ids are the engine's own: a number for each page, or a row of block numbers if a page has several
+    blocks, `[page][block]`.
     """
 
     tier: Tier
@@ -50,7 +49,7 @@ class Span:
 
 
 class Common(NamedTuple):
-    """The bytes of a page that both sides of a copy hold: from where on in each, and how many."""
+    """The bytes of a page that both sides of a copy hold: their start in each, and their number."""
 
     source_start: int
     target_start: int
@@ -59,9 +58,9 @@ class Common(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Copy:
-    """Copies page `source.ids[i]` to `target.ids[i]`, for every i: what both hold of it.
+    """Copies page `source.ids[i]` to `target.ids[i]` for every i: the bytes that both sides hold.
 
-    They are of one kind, or one is a host page and the other the ROWS of it.
+    They are of one kind, or one is a host page and the other its ROWS.
     """
 
     source: Span
@@ -75,16 +74,16 @@ class Copy:
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether it is one half of a page's copy, and not the half that counts."""
+        """Whether it copies the rows of pages whose other part is a copy of its own."""
         return Kind.ROWS in (self.source.kind, self.target.kind)
 
     def turns(self, spec: ModelSpec) -> bool:
-        """Whether numbers change on the way: then bytes must not be copied as they are (`transfer/narrow_copies.py`)."""
+        """Whether the copy converts numbers, so that bytes must not be copied unchanged (`transfer/narrow_copies.py`)."""
         return {self.source.tier, self.target.tier} == {Tier.DEVICE, Tier.HOST} and spec.is_narrow(self.source.kind)
 
     def common(self, spec: ModelSpec) -> Common:
-        """Which bytes are copied. Where rows may spill, a device object holds a range of what the host's page holds. Where
-        checkpoints are narrow, bytes are the host's, and the device's object has other numbers of them.
+        """The bytes to copy. If rows may spill, a device object holds a range of the host page. If checkpoints are narrow,
+        bytes are those of the host's object; the device's object has a different size.
         """
         tiers = (self.source.tier, self.target.tier)
         if tiers == (Tier.HOST, Tier.DEVICE):
@@ -99,17 +98,17 @@ class Copy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """Copies that count together: all of them on every rank, or none."""
+    """Copies that succeed or fail together, on all ranks."""
 
     job: JobId
     purpose: Purpose
     copies: tuple[Copy, ...]
-    awaited: bool = False  # a request cannot go on before it has ended
+    awaited: bool = False  # a request cannot continue before it has ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A plan that every rank has answered for. `error` is the first failure, None when all succeeded."""
+    """A plan that every rank has answered. `error` is the first failure, or None."""
 
     job: JobId
     error: str | None = None
@@ -119,26 +118,26 @@ class Completion:
 
 
 class ItemStatus(Enum):
-    """What became of one item. Everything after OK is a miss, counted under its name."""
+    """The outcome of one item. Everything after OK is a miss, counted under its name."""
 
     OK = "ok"
-    MISSING = "the store has it no more"
+    MISSING = "the store no longer has it"
     INCOMPLETE = "a member of the checkpoint is missing from the store"
     MIXED = "a member is not the one that the checkpoint's manifest names"
-    UNREADABLE = "what the store had was not written by us"
+    UNREADABLE = "the store's value is in an unknown format"
     VERSION = "the store's copy is of another format version"
     FOREIGN = "the store's copy belongs to another namespace"
     SWAPPED = "the store's copy is of other tokens"
     LENGTH = "the store's copy has another length"
     DAMAGED = "the store's copy is damaged"
     OTHER_KEY = "the store's copy was not written with the same store key"
-    NO_ROOM = "the store had no room for it"
-    CANCELLED = "it was called off"
+    NO_ROOM = "the store had no space for it"
+    CANCELLED = "it was cancelled"
     FAILED = "the store failed"
 
     @property
     def is_damage(self) -> bool:
-        """Whether the store had something under this name that is not what was saved."""
+        """Whether the store had a value under this key that is not the one that was saved."""
         return self in _DAMAGE
 
 
@@ -152,15 +151,15 @@ _DAMAGE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FindItems:
-    """Which pages, and which checkpoints, the store has: OK or MISSING for each, pages first."""
+    """Asks which pages and checkpoints the store has: OK or MISSING for each, pages first."""
 
     pages: tuple[PageKey, ...]
-    boundaries: tuple[PageKey, ...]  # the last page before each boundary in question
+    boundaries: tuple[PageKey, ...]  # the last page before each boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchPages:
-    """Brings prefix pages into host pages `ids`."""
+    """Reads prefix pages into host pages `ids`."""
 
     keys: tuple[PageKey, ...]
     ids: PageIds
@@ -168,7 +167,7 @@ class FetchPages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FetchCheckpoint:
-    """Brings one checkpoint, all of it or nothing that counts. One item."""
+    """Reads one checkpoint, complete or not at all. One item."""
 
     boundary: PageKey
     windows: PageIds
@@ -179,20 +178,20 @@ class FetchCheckpoint:
 class PutPages:
     """Stores prefix pages `first`, `first + 1`, ... of a path, parents before children."""
 
-    parent: PageKey | None  # of the first of them; None at the start of a path
+    parent: PageKey | None  # of the first page; None at the start of a path
     first: int
     keys: tuple[PageKey, ...]
     ids: PageIds
-    level: Level = Level.NORMAL  # also of those that are there already
+    level: Level = Level.NORMAL  # also for pages that the store has already
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PutCheckpoint:
-    """Stores one checkpoint: its members, then the manifest that makes it exist. One item."""
+    """Stores one checkpoint: its members, then the manifest that makes it visible. One item."""
 
     boundary: PageKey
     page: int  # the boundary, in pages
-    window_keys: tuple[PageKey, ...]  # the prefix page that each window page ends in
+    window_keys: tuple[PageKey, ...]  # the prefix page in which each window page ends
     windows: PageIds
     points: PageIds
     level: Level = Level.NORMAL
@@ -200,7 +199,7 @@ class PutCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Relevel:
-    """Says anew what pages and checkpoints are worth. A hint: what the store lacks is left alone. One item."""
+    """Changes the level of pages and checkpoints. A hint that ignores what the store lacks. One item."""
 
     pages: tuple[PageKey, ...]
     boundaries: tuple[PageKey, ...]
@@ -218,7 +217,7 @@ def num_items(task: Task) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoreOp:
-    """A task under a number."""
+    """A numbered task."""
 
     job: JobId
     namespace: Namespace
@@ -227,17 +226,17 @@ class StoreOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a task: on one rank, or on all of them together."""
+    """The outcome of a task, on one rank or on all ranks together."""
 
     statuses: tuple[ItemStatus, ...]
     moved_bytes: int = 0  # of one rank
     error: str | None = None
-    unsettled: bool = False  # a read ended badly: what was not OK may still be written, for as long as the store's traits say
+    unsettled: bool = False  # a read failed: pages that are not OK may still be written to, for as long as the store's traits say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """An operation that every rank has answered for. `took_s` is the time it ran, waiting in line left out."""
+    """An operation that every rank has answered. `took_s` is the time it ran, without its time in a queue."""
 
     job: JobId
     outcome: Outcome
@@ -245,7 +244,7 @@ class Reply:
 
 
 def joint(outcomes: Sequence[Outcome]) -> Outcome:
-    """All ranks' outcomes as one: an item is OK when it is OK everywhere, else it has the first status that was not."""
+    """Combines the outcomes of all ranks: an item is OK if it is OK on all, otherwise it has the first other status."""
     if len(outcomes) == 1:
         return outcomes[0]
     items = zip(*(outcome.statuses for outcome in outcomes), strict=True)

@@ -1,6 +1,6 @@
 """Amounts of memory as people write them: `8GiB`, `1.5 TB`, `4096`.
 
-Arithmetic on strings only, exact: no value passes through a float on its way in.
+Parsing is exact: no value passes through a float.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _AMOUNT = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,12})?)\s*([A-Za-z]*)\s*", re.
 
 
 def parse_bytes(amount: str | int) -> int:
-    """A whole number of bytes from `8GiB`, `500 MB`, `1.5TiB` or a plain integer; fractions of a byte are cut off.
+    """The number of bytes in `8GiB`, `500 MB`, `1.5TiB` or a plain integer; fractions of a byte are cut off.
 
-    Units do not mind their case; KiB counts in 1024s, kB in 1000s. Raises ConfigError for anything else.
+    The case of units does not matter; KiB means 1024 bytes, kB 1000. Raises ConfigError for anything else.
     """
     if isinstance(amount, int) and not isinstance(amount, bool):
         if amount < 0:
@@ -42,7 +42,7 @@ def parse_bytes(amount: str | int) -> int:
 
 
 def parse_tier(amount: str | int, setting: str) -> int | None:
-    """The bytes of a tier; None for no tier, which is written `0` or `none`. Raises ConfigError that names the setting."""
+    """The bytes of a tier, or None for `0` or `none`. Raises ConfigError that names the setting."""
     if isinstance(amount, str) and is_none(amount):
         return None
     try:
@@ -52,7 +52,7 @@ def parse_tier(amount: str | int, setting: str) -> int | None:
 
 
 def is_none(setting: object) -> bool:
-    """Whether a setting asks for no tier: it was left out, or is `0` or `none`."""
+    """Whether a setting means no tier: it is missing, `0` or `none`."""
     return setting is None or setting == 0 or (isinstance(setting, str) and setting.strip().lower() in ("0", "none"))
 
 
@@ -62,7 +62,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def at_least(size_bytes: int) -> str:
-    """A size for people that is not less than `size_bytes`, as `format_bytes` writes it: for what is needed."""
+    """A required size for people: not less than `size_bytes`, in the form of `format_bytes`."""
     power = min(max(size_bytes.bit_length() - 1, 0) // 10, len(_BINARY) - 1)
     tenth = Fraction(1024**power, 10)
     return format_bytes(ceil(ceil(size_bytes / tenth) * tenth)) if power else format_bytes(size_bytes)
@@ -76,5 +76,5 @@ def format_bytes(size_bytes: int) -> str:
     if power == 0:
         return f"{size_bytes} B"
     if round(size_bytes / 1024**power, 1) >= 1024 and power < len(_BINARY) - 1:
-        power += 1  # 1023.96 KiB reads better as 1.0 MiB
+        power += 1  # 1023.96 KiB is shown as 1.0 MiB
     return f"{size_bytes / 1024**power:.1f} {_BINARY[power]}"

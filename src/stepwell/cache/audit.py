@@ -1,6 +1,6 @@
-"""The cache's self-check: every reference is accounted for by somebody who holds it, and every promise holds.
+"""The cache's self-check: every reference has a known holder, and all invariants hold.
 
-Slow on purpose, and changes nothing. Ends every random test.
+Slow, and changes nothing. Every random test ends with it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def audit(state: CacheState, leases: Sequence[Lease], pins: Sequence[Pin], links
 
 
 def _audit_rows(state: CacheState, leases: Sequence[Lease]) -> None:
-    """Rows are in one place each, and what is on the host alone can be read there."""
+    """Rows are in one place each, and those that are only on the host are readable there."""
     row_pages = state.row_pages
     if row_pages is None:
         return
@@ -60,8 +60,8 @@ def _audit_rows(state: CacheState, leases: Sequence[Lease]) -> None:
     backing = row_pages.host[row_pages.host != ABSENT]
     assert state.arena(Tier.HOST).is_ready(Kind.PREFIX, backing), "rows are on a host page that cannot be read"
     held = sorted((number, page) for lease in leases for number, page in zip(lease.hot_numbers, lease.hot_pages, strict=True))
-    lent = sorted(row_pages.hot.items())
-    assert held == lent, f"leases have hot pages {held[:8]}, lent are {lent[:8]}"
+    assigned = sorted(row_pages.hot.items())
+    assert held == assigned, f"leases have hot pages {held[:8]}, assigned are {assigned[:8]}"
 
 
 def _kept_by_tree(state: CacheState) -> Iterator[tuple[Tier, Kind, PageIds]]:

@@ -55,9 +55,9 @@ class CacheTuning:
 def layouts_for(
     spec: ModelSpec, config: CacheConfig, *, alignment: int = PAGE_ALIGNMENT_BYTES, shared_by: int = 1
 ) -> dict[Tier, ArenaLayout]:
-    """How each tier's bytes are cut, for one rank. Raises ConfigError when a tier is too small.
+    """How each tier's bytes are divided, for one rank. Raises ConfigError if a tier is too small.
 
-    Of ranks that share one host memory each has its share of a row on its device: `shared_by` is their number.
+    `shared_by` is the number of ranks that share one host memory; each has its share of a row on its device.
     """
     budgets = {Tier.DEVICE: config.device_bytes, Tier.HOST: config.host_bytes}
     specs = {Tier.DEVICE: spec if shared_by == 1 else spec.for_ranks(shared_by), Tier.HOST: spec}
@@ -123,9 +123,9 @@ def build_cache(
     copies in your own way; else worker threads run `copy_engines`, and without those the tiers are plain host memory. Give
     `host_pages`, each rank's host memory, to be able to attach a store below your own copy engines. `tuning` is for
     simulators and tests. Give `counters` where your copy engines count too, and `arrivals` where a pass may begin on loads of the
-    only rank before they have ended. With `shared_by`, so many ranks share one host memory of whole rows: `spec` is that of the
-    whole model then, and the device's bytes are each rank's. Where `spec.narrow` is set, `copy_engines` are to be
-    `transfer.narrow_copies` or do as those. Raises ConfigError, also for memory that cannot be had.
+    only rank before they have ended. With `shared_by`, that number of ranks share one host memory of whole rows: `spec` is
+    then that of the whole model, and the device's bytes are each rank's. If `spec.narrow` is set, `copy_engines` must be
+    `transfer.narrow_copies` or equivalent. Raises ConfigError, also if memory is not available.
     """
     clock, tuning = clock or SystemClock(), tuning or CacheTuning()
     if spec.narrow is not None:

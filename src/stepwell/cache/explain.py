@@ -1,7 +1,7 @@
-"""Why a prompt would resume where it would, and not later: the state that stops it, the tier, and the reason.
+"""Explains why a prompt would resume where it would, and not later: the limiting state, the tier, and the reason.
 
-Pure. A miss is never silent: whoever sees tokens computed again can ask here what became of them. What the store has is
-handed in; `question.py` asks it.
+Pure. A miss is never silent: if tokens are computed again, this says why. The caller passes what the store has; `question.py`
+asks the store.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _CAUSE_OF_LOSS = {
     LossReason.DEVICE: Cause.DEVICE,
     LossReason.LATE: Cause.LATE,
 }
-_NOTHING_KNOWN = (Cause.NEVER_STORED, Cause.OTHER_NAMESPACE)  # as far as memory can tell
+_NOTHING_KNOWN = (Cause.NEVER_STORED, Cause.OTHER_NAMESPACE)  # in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ def _loss_after(state: CacheState, match: Match) -> Loss | None:
 
 
 def _known_elsewhere(state: CacheState, match: Match) -> bool:
-    """Whether another model or adapter has the first page, under the same salt and tenant: nobody learns what others ask."""
+    """Whether another model or adapter has the first page, under the same salt and tenant, so that no tenant learns of others."""
     page, mine = match.packed[: state.tree.page_bytes], match.namespace
 
     def is_ours(digest: bytes) -> bool:

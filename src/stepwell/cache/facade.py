@@ -1,4 +1,4 @@
-"""The cache as an engine sees it: look a prompt up, lease it, commit what was computed, give it back.
+"""The cache's interface for engines: look a prompt up, lease it, commit computed tokens, release the lease.
 
     match = cache.lookup(tokens)                  a question; changes nothing
     with cache.acquire(match) as lease:           pages held, copies started
@@ -79,15 +79,15 @@ class Cache(ReadOnlyCache):
         Raises NoRoom and holds nothing; LeaseError for a match or ticket of another cache. The lease may be LOADING: call `step`
         until it is ready. Closes the ticket.
         Each step of `priority` (up to 10) doubles what the path is worth keeping, and one is lost every ten minutes.
-        Without `publish` nobody else will see what the request computes.
+        Without `publish` no other request can reuse what this one computes.
         """
         request = _request(hints, priority, ttl_s)
         if ticket is not None and (ticket.namespace, ticket.packed) != (match.namespace, match.packed):
             raise LeaseError("this ticket is for another prompt")
         if ticket is not None and ticket.tree is not self._state.tree:
             raise LeaseError("this ticket belongs to another cache")
-        told = (ticket.from_store, ticket.known_pages) if ticket is not None else (None, 0)
-        lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, *told)
+        fetched = (ticket.from_store, ticket.known_pages) if ticket is not None else (None, 0)
+        lease = restore.acquire(self._state, match, request, self._leases.next_id(), self.release, *fetched)
         lease.computing_since_s = self._state.clock.now()
         lease.publishes = publish
         self._leases.add(lease)
@@ -100,7 +100,7 @@ class Cache(ReadOnlyCache):
         """Asks a running request to stop at `boundary` of its prompt too, since another wants to resume there. Tokens before
         `begun` are being computed, and what is left at stops among them is settled.
 
-        False when nobody will be able to: it is past it, or publishes nothing, or no request could resume there.
+        False if none will be able to: the lease is past it, or publishes nothing, or no request could resume there.
         """
         self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
         spec = self._state.spec
@@ -116,8 +116,8 @@ class Cache(ReadOnlyCache):
     def grow(self, lease: Lease, upto: int) -> None:
         """Gives the lease device pages for tokens up to `upto`; or raises NoRoom and gives none.
 
-        Rows of running requests may leave the device for it, also while a pass still reads them: nobody may write to the pages
-        before that pass has ended. On a GPU, passes follow each other on one stream, and copies wait for it.
+        Rows of running requests may leave the device for it, also while a pass still reads them: the pages must not be
+        written before that pass has ended. On a GPU, passes follow each other on one stream, and copies wait for it.
         """
         self._must_own_device("grow()")
         self._leases.must_be(lease, LeaseState.READY, LeaseState.LOADING)
@@ -148,7 +148,7 @@ class Cache(ReadOnlyCache):
         """Without a device tier: starts copying the restored prefix into the engine's own memory.
 
         An engine that has tokens `[0, since)` itself names the pages after those only, of windows too. Raises LoadFailed when
-        the checkpoint is gone, which `can_load` tells before.
+        the checkpoint is gone, which `can_load` reports before.
         """
         self._must_not_own_device("load()")
         self._leases.must_be(lease, LeaseState.READY)
@@ -198,7 +198,7 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def forget_speeds(self) -> None:
-        """Drops what was measured of computing so far: passes that also built kernels, say."""
+        """Drops the measurements of computing so far, for example of passes that also built kernels."""
         self._state.compute_speed = Speed()
         self._store_tier.forget_compute_time()
 
@@ -261,7 +261,7 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def clear(self, *, namespace: Namespace | None = None) -> None:
-        """Forgets everything cached under a namespace: after new weights, say.
+        """Drops everything cached under a namespace, for example after new weights.
 
         Requests keep what they hold until they release it, and what they go on to compute is no longer offered to others.
         A store keeps its values, but none is asked for this namespace again, whether it is attached now or later: new weights
@@ -305,7 +305,7 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def listen(self, *, most_pages: int = MOST_PAGES) -> EventFeed:
-        """A feed of what is stored and evicted from now on, in every tier; closed by whoever asked for it.
+        """A feed of what is stored and evicted from now on, in every tier; closed by the caller.
 
         Take from it now and then: it keeps events of `most_pages` pages at most, and loses the oldest. Raises ConfigError.
         """
@@ -320,7 +320,7 @@ class Cache(ReadOnlyCache):
     def wait(self, held: Lease | Ticket, *, timeout_s: float = inf) -> None:
         """Steps until a ticket or a lease is ready. For callers with nothing else to do: an engine calls `step` itself.
 
-        Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was given back or `timeout_s` has passed.
+        Raises LoadFailed when the bytes of a lease did not arrive, LeaseError when it was released or `timeout_s` has passed.
         """
         if isinstance(held, Lease):
             self._leases.must_be(held, LeaseState.READY, LeaseState.LOADING, LeaseState.FAILED)
@@ -330,7 +330,7 @@ class Cache(ReadOnlyCache):
 
     @property
     def wakes(self) -> bool:
-        """Whether every answer wakes: else some are found by `step` alone, and it is to be called often."""
+        """Whether every answer wakes: otherwise only `step` finds some, and must be called often."""
         return not self._state.wakeup.polled
 
     def wake_by(self, wake: Callable[[], None]) -> None:
@@ -338,7 +338,7 @@ class Cache(ReadOnlyCache):
         self._state.wakeup.listener = wake
 
     def wake(self) -> None:
-        """Wakes whoever waits for this cache. From any thread."""
+        """Wakes a thread that waits for this cache. From any thread."""
         self._state.wakeup.set()
 
     def hand_over(self) -> None:
@@ -347,7 +347,7 @@ class Cache(ReadOnlyCache):
 
     @one_thread
     def close(self, *, timeout_s: float = 30.0) -> bool:
-        """Waits for running copies, for store operations and for what is to be backed up, and stops the workers. Under
+        """Waits for running copies, for store operations and for pending backups, and stops the workers. Under
         `exclusive` everything that is worth keeping is backed up, what only the device has last. Raises LeaseError while leases
         are open, and closes nothing then.
 

@@ -57,7 +57,7 @@ class Question:
             self._link.ops.wait(self._job, self._wait_s)
 
     def cancel(self) -> None:
-        """Nobody wants the answer any more."""
+        """The answer is no longer needed."""
         self._call.cancel()
 
     def answer(self, *, quote_store: bool = True) -> Explanation:

@@ -59,7 +59,7 @@ class ReadOnlyCache:
 
     @property
     def row_pages(self) -> RowPages | None:
-        """Where the rows of device pages are, if they may spill: whoever runs a pass applies what `drain` tells, before it."""
+        """Where the rows of device pages are, if they may spill: the engine applies the result of `drain` before each pass."""
         return self._state.row_pages
 
     @property
@@ -74,7 +74,7 @@ class ReadOnlyCache:
 
     @one_thread
     def cached_now(self) -> list[CacheEvent]:
-        """Everything that can be read in memory, as a feed would have told it. Looks at the whole tree: for listeners that begin,
+        """Everything that can be read in memory, as a feed would have reported it. Scans the whole tree: for new listeners,
         or that lost something.
         """
         return cached_now(self._state.tree)
@@ -131,7 +131,7 @@ class ReadOnlyCache:
         return tenant_stats(self._state.tree)
 
     def namespace_for(self, *, adapter: str | None = None, salt: str | None = None, tenant: str | None = None) -> Namespace:
-        """This model under an adapter, or for a tenant whose pages nobody else may see."""
+        """This model under an adapter, or for a tenant whose pages no other tenant may use."""
         return replace(self._namespace, adapter=adapter, salt=salt, tenant=tenant)
 
     @one_thread
@@ -183,9 +183,9 @@ class ReadOnlyCache:
         return Question(self._state, self._store_tier, match, store_wait_s=store_wait_s)
 
     def could_hold(self, tokens: int, *, chunk_tokens: int, spills_upto: int | None = None) -> bool:
-        """Whether an empty device tier has room for one request of so many tokens, computed in chunks of so many.
+        """Whether an empty device tier can hold one request of `tokens` tokens, computed in chunks of `chunk_tokens`.
 
-        Where rows may spill, for what it cannot spill, if an empty host has room for the rest. Tokens from `spills_upto` on are
+        Where rows may spill, only what cannot spill counts, if an empty host can hold the rest. Tokens from `spills_upto` on are
         not published, and so do not spill: an answer's for some models, all of a request that computes for itself alone.
         """
         self._must_own_device("could_hold()")
@@ -203,7 +203,7 @@ class ReadOnlyCache:
         return self._state.arena(Tier.DEVICE).fits_when_empty({kind: count for kind, count in need.items() if count})
 
     def _resident_rows(self, pages: int, spilling: int, chunk_tokens: int) -> int:
-        """How many pages of rows a request of so many pages must have on the device, where the first `spilling` may spill: hot
+        """How many pages of rows a request of `pages` pages must have on the device if the first `spilling` may spill: hot
         ones, those of a chunk, and its tail, or the pages that may not.
         """
         if not self._state.arena(Tier.HOST).fits_when_empty({Kind.PREFIX: spilling}):

@@ -39,7 +39,7 @@ class Stats:
     tiers: Mapping[Tier, TierStats]
     copying: int  # copies under way between memories
     storing: int  # store operations under way, and paths that wait to be backed up
-    deferred: int  # checkpoints on the host that are to be stored later, if nothing supersedes them until then
+    deferred: int  # checkpoints on the host that will be stored later, if nothing supersedes them until then
     store: LinkState
     breaker: BreakerState | None  # None without a store
     store_times: Mapping[str, Durations]  # by operation: find, fetch, put
@@ -69,7 +69,7 @@ class StepReport:
     detached: tuple[Store, ...] = ()  # stores that nothing uses any more: their owner may close them
 
     def after(self, earlier: StepReport) -> StepReport:
-        """This one, and what an earlier one found that nobody was told of."""
+        """This report, with the findings of an earlier one that was not reported yet."""
         return replace(
             self,
             completed=earlier.completed + self.completed,

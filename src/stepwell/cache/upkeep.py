@@ -28,10 +28,10 @@ class Upkeep:
         self._store_tier = store_tier
         self._leases = leases
         self._pins = pins
-        self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to tell
+        self._unreported: StepReport | None = None  # what `wait` found, for the next `step` to report
 
     def step(self) -> StepReport:
-        """One step, and what earlier ones found that nobody was told of. Never blocks."""
+        """One step, with findings of earlier ones that were not reported yet. Never blocks."""
         report, earlier = self._advance(), self._unreported
         self._unreported = None
         return report.after(earlier) if earlier is not None else report

@@ -75,7 +75,7 @@ class ReadOnlyCache:
     @one_thread
     def cached_now(self) -> list[CacheEvent]:
         """Everything that can be read in memory, as a feed would have reported it. Scans the whole tree: for new listeners,
-        or that lost something.
+        or those that lost events.
         """
         return cached_now(self._state.tree)
 

@@ -204,7 +204,7 @@ def test_min_p_draws_no_token_that_is_much_less_likely_than_the_likeliest() -> N
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
 def test_logprobs_of_a_prompt_are_those_of_answers_to_its_beginnings(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.engine.scheduling.scheduler.TOLD_AT_ONCE", 7)
+    monkeypatch.setattr("stepwell.engine.scheduling.scheduler.MAX_PROMPT_LOGPROBS", 7)
     tokens = prompt(40)
     with small(family) as engine:
         plain = run(engine, [GenerateRequest(tokens=tokens, sampling=Sampling(max_tokens=5))])[0]  # so that its pages are cached
@@ -223,7 +223,7 @@ def test_logprobs_of_a_prompt_are_those_of_answers_to_its_beginnings(family: str
 
 
 def test_logprobs_of_a_prompt_survive_preemption_and_come_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepwell.engine.scheduling.scheduler.TOLD_AT_ONCE", 9)
+    monkeypatch.setattr("stepwell.engine.scheduling.scheduler.MAX_PROMPT_LOGPROBS", 9)
     ask = GenerateRequest(tokens=prompt(50), sampling=Sampling(max_tokens=4, prompt_logprobs=0))
     with small() as engine:
         expected = run(engine, [ask])[0][0].prompt_logprobs

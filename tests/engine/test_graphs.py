@@ -93,7 +93,7 @@ def test_a_played_step_reads_the_batch_it_is_given(family: str, step: int, most:
     Cuda().replace(monkeypatch)
     monkeypatch.setattr(Graphs, "_record", playing)
     monkeypatch.setattr(graphs, "PAGES_STEP", step)
-    monkeypatch.setattr(graphs, "MOST_RECORDINGS", most)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", most)
     limits = Limits(chunk_tokens=64, max_running=5)
     with small(family, limits=limits) as engine:
         expected = [tokens_of(deltas) for deltas in run(engine, ASKS)]

@@ -72,9 +72,9 @@ def started(said: Said, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankWorkers
 def workers(started: RankWorkers, said: Said) -> RankWorkers:
     assert said.silent_s == 60.0, "libraries that are loaded stop all threads of a process"
     said.say = [(rank, Message(kind="loaded", fields=LOADED)) for rank in (0, 1)]
-    assert not started.tend()
+    assert not started.poll()
     said.say = [(rank, Message(kind="ready")) for rank in (0, 1)]
-    assert started.tend() and said.silent_s == 20.0
+    assert started.poll() and said.silent_s == 20.0
     return started
 
 
@@ -90,15 +90,15 @@ def broke(calls: int = 3, **more: Any) -> Message:
 def test_ranks_that_run_do_not_take_their_memory_anew(workers: RankWorkers, said: Said, kind: str) -> None:
     before = len(said.orders)
     said.say = [(1, Message(kind=kind, fields=LOADED))] * 2
-    with pytest.raises(PassesLost, match=f"rank 1 was lost: it says what makes no sense: '{kind}', which it was not asked"):
-        workers.tend()
+    with pytest.raises(PassesLost, match=f"rank 1 was lost: it sent an invalid message: '{kind}' was not requested"):
+        workers.poll()
     assert len(said.orders) == before
 
 
 def test_a_rank_is_not_ready_before_it_has_memory(started: RankWorkers, said: Said) -> None:
     said.say = [(0, Message(kind="loaded", fields=LOADED)), (0, Message(kind="ready"))]
-    with pytest.raises(PassesLost, match="'ready', which it was not asked"):
-        started.tend()
+    with pytest.raises(PassesLost, match="'ready' was not requested"):
+        started.poll()
 
 
 def test_ranks_that_failed_in_step_go_on(workers: RankWorkers, said: Said) -> None:
@@ -187,11 +187,11 @@ def test_copies_that_were_not_requested_and_errors_without_text_lose_the_rank(
     said.say = [(1, wrong)]
     assert workers.copies.answers() == []
     with pytest.raises(PassesLost, match="rank 1 was lost"):
-        workers.tend()
+        workers.poll()
 
 
 def test_a_copy_that_was_not_sent_yet_is_not_answered(started: RankWorkers, said: Said) -> None:
     started.copies.submit(a_copy())
     said.say = [(0, copied())]
-    with pytest.raises(PassesLost, match="a copy that it was not asked for"):
-        started.tend()
+    with pytest.raises(PassesLost, match="a copy that was not requested"):
+        started.poll()

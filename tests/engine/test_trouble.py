@@ -231,7 +231,7 @@ def test_a_store_that_fails_is_told_in_the_log_with_the_reason_and_when_it_is_us
     said = [each.getMessage() for each in caplog.records if each.name == "stepwell.engine.trouble"]
     failed, off, *_ = said
     assert failed.startswith("copies or store operations failed: ") and failed.endswith("StoreError: a fault was injected")
-    assert off == "the store is left alone after failures, and tried again in a while: StoreError: a fault was injected"
+    assert off == "the store is suspended after failures, and tried again later: StoreError: a fault was injected"
     assert said[-1] == "the store is used again"
 
 
@@ -244,9 +244,9 @@ def test_what_fails_a_hundred_times_a_second_is_told_once_a_minute(caplog: pytes
             clock.advance(0.5)
         log.after_step([])
     assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
-        "2, the last of them: failure 0 and a half",
-        "240, the last of them: failure 120 and a half",
-        "240, the last of them: failure 240 and a half",
+        "2, the latest: failure 0 and a half",
+        "240, the latest: failure 120 and a half",
+        "240, the latest: failure 240 and a half",
     ]
 
 

@@ -1,4 +1,4 @@
-"""A small serving engine: a model, a cache, a queue. One `step` is one pass over everybody's next tokens.
+"""A small serving engine: a model, a cache, a queue. One `step` runs one pass over the next tokens of all running requests.
 
     engine = load_engine("gemma-3-270m", store="log:/var/cache/stepwell")
     answer = engine.generate("Once upon a time", max_tokens=32)
@@ -38,8 +38,8 @@ from stepwell.store.api import Store
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.0005  # between steps that wait for copies of ranks, which wake nothing
-UPKEEP_S = 0.02  # between steps that nothing wakes: backups go on, and time limits end
+IDLE_S = 0.0005  # between steps that wait for copies on ranks, which do not wake the engine
+UPKEEP_S = 0.02  # between steps without a wake-up: for backups and time limits
 MAX_FAILURES = 2 * MAX_FAILED_LEASES
 
 
@@ -56,7 +56,7 @@ class Answer:
 
 
 class Engine:
-    """Made by `stepwell.engine.load_engine`, and by what else is in `building/build.py`."""
+    """Made by `stepwell.engine.load_engine` and other functions of `building/build.py`."""
 
     def __init__(
         self,
@@ -78,18 +78,19 @@ class Engine:
         self.guides = None if text is None else Guides(text, vocab_size=runner.facts.vocab_size, eos_ids=eos_ids)
         self.limits = limits or Limits()
         self.max_context = max_context  # tokens of a prompt and its answer
-        self.max_alone = max_context if max_alone is None else max_alone  # the same without the cache: such requests do not spill
+        # The same for requests without the cache, which do not spill.
+        self.max_alone = max_context if max_alone is None else max_alone
         self.footprint = footprint  # of its device memory
         self.clock = clock or SystemClock()
         self.scheduler = Scheduler(cache, self.limits, self.clock, None if speculation is None else speculation.ahead)
-        self.stores = [] if store is None else [store]  # that it closes: the attached one, and those on their way out
-        self.on_detached: Callable[[Store], None] = self._close_detached  # told when nothing uses a store any more
+        self.stores = [] if store is None else [store]  # the engine closes them: the attached one, and those being detached
+        self.on_detached: Callable[[Store], None] = self._close_detached  # called when nothing uses a store any more
         self._runner = runner
         self._speculation = speculation
         self._kernel_changes = 0
-        self._gone: PassesLost | None = None  # why passes will never run again
-        self._stalled = False  # the last step computed nothing: who runs waits for room, which copies are making
-        self.lost: str | None = None  # why nothing can be computed now: which rank was lost, until new ones run
+        self._gone: PassesLost | None = None  # why no pass will ever run again
+        self._stalled = False  # the last step computed nothing: running requests wait for copies to free memory
+        self.lost: str | None = None  # why no pass can run now: which rank was lost, until new ranks run
         selector = runner.facts.selector
         self._answering = Answering(cache, self.scheduler, self.clock, dense_tokens=None if selector is None else selector.count)
         self.passing = Passing(runner, speculation, cache, self.scheduler, self._answering)
@@ -108,7 +109,7 @@ class Engine:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """What runs each operation of a pass, for people; of a draft's passes, where that is something else."""
+        """What runs each operation of a pass, as text; also of a draft's passes if that differs."""
         lines = self._runner.kernels.lines()
         draft = None if self._speculation is None else self._speculation.kernels
         others = {} if draft is None else draft.lines()
@@ -116,29 +117,29 @@ class Engine:
 
     @property
     def spilling(self) -> SpillReport | None:
-        """What came of rows that may be on the host alone; None for engines whose rows do not spill."""
+        """Statistics of rows that may be on the host only; None for engines whose rows do not spill."""
         return self._runner.spilling
 
     @property
     def ranks(self) -> RanksReport | None:
-        """How the ranks stand that compute in processes of their own; None where the model is in this one."""
+        """The state of ranks in processes of their own; None if the model is in this process."""
         return self._runner.ranks
 
     @property
     def passes(self) -> int:
-        """How many were run."""
+        """The number of passes run so far."""
         return self.passing.count
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or run."""
+        """The number of waiting and running requests."""
         return len(self._answering.requests)
 
     # ---- requests ---------------------------------------------------------------------------------
 
     def submit(self, submitted: GenerateRequest) -> int:
-        """Queues a request and returns its number. Raises ConfigError or BadTokens, or PassesLost where nothing can be computed
-        any more; then it queues nothing.
+        """Queues a request and returns its number. Raises ConfigError or BadTokens, or PassesLost if no pass can run any more;
+        then it queues nothing.
         """
         if self._gone is not None:
             raise PassesLost(f"rank {self._gone.rank} was lost, and nothing can be computed without it", rank=self._gone.rank)
@@ -148,16 +149,16 @@ class Engine:
         return request.id
 
     def abort(self, number: int) -> None:
-        """Ends a request, at any moment; unknown or ended ones are ignored."""
+        """Ends a request at any time; unknown or ended ones are ignored."""
         request = self._answering.requests.get(number)
         if request is not None:
             self._answering.end(request, Finish.ABORTED)
 
     def step(self) -> list[Delta]:
-        """One pass: what came of copies, who may begin, everybody's next tokens. Returns what was added to answers.
+        """Applies finished copies, admits requests, runs one pass. Returns what was added to answers.
 
-        A pass that finds no memory while graphs are captured is repeated without them. Raises what a pass raises, once the
-        requests of that pass have ended with the reason; the next step says so.
+        A pass that runs out of memory is repeated without captured graphs, if there are any. If a pass raises, its requests end
+        with the reason, which the next step returns, and the error is raised.
         """
         try:
             with self._runner.on_device():
@@ -166,24 +167,26 @@ class Engine:
             self._lose(error)
         except BaseException as error:
             if is_out_of_memory(error) and self._runner.drop_graphs():
-                log.warning("a pass found no memory: captured graphs are dropped, and its requests are computed again: %s", error)
+                log.warning(
+                    "a pass ran out of memory: captured graphs are dropped, and its requests are computed again: %s", error
+                )
                 self.cache.counters.add("graphs_dropped")
                 self.passing.put_back()
                 return self._answering.deltas()
-            self.passing.forget()
-            self._runner.wait()  # a pass that was queued before still writes into pages that are released now
-            self._fail_active(f"{type(error).__name__}: {error}")  # what it left in their pages is not known
+            self.passing.drop()
+            self._runner.wait()  # an earlier pass still writes into pages that are released now
+            self._fail_active(f"{type(error).__name__}: {error}")  # the contents of their pages are unknown
             raise
         return self._answering.deltas()
 
     def _step(self) -> None:
-        if not self._runner.tend():
-            self._settle(self.cache.step())  # backups go on, and what the store has comes up
+        if not self._runner.poll():
+            self._settle(self.cache.step())  # backups and prefetches go on
             return
         self.lost = None
         if self._kernel_changes != (changes := self._runner.kernels.changes):
             self._kernel_changes = changes
-            self.cache.forget_speeds()  # computing is faster from now on
+            self.cache.forget_speeds()  # passes are faster from now on
         passes = self.passing.count
         self._settle(self.cache.step())
         self.scheduler.admit()
@@ -198,7 +201,7 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether a step would only wait: for copies, for the store, or for nothing at all."""
+        """Whether a step would compute nothing: there are no requests, or all wait for copies or the store."""
         if self.lost is not None:
             return True
         runs = any(request.runs for request in self.scheduler.active.values())
@@ -206,7 +209,7 @@ class Engine:
 
     @property
     def pause_s(self) -> float:
-        """How long to wait before the next step unless something wakes: 0 where it would do something."""
+        """The longest wait before the next step if nothing wakes the engine; 0 if a step would do something."""
         if not self.idle:
             return 0.0
         if not self.num_open or self.lost is not None:
@@ -214,8 +217,8 @@ class Engine:
         return min(UPKEEP_S if self.cache.wakes else IDLE_S, self.scheduler.limit_in_s())
 
     def rest(self) -> None:
-        """Waits until a step would do something: a copy or the store has answered what a request waits for, `wake` was called,
-        or `pause_s` have passed. Returns at once where a step would do something now.
+        """Waits until a step has something to do: a copy or read that a request waits for has finished, `wake` was called, or
+        `pause_s` have passed. Returns at once if a step would do something now.
         """
         if pause_s := self.pause_s:
             self._woken.wait(pause_s)
@@ -226,13 +229,13 @@ class Engine:
         self._woken.set()
 
     def _on_answer(self) -> None:
-        """On a worker's thread. Backups alone are looked after by upkeep."""
+        """On a worker's thread. Backups alone do not wake the engine: `UPKEEP_S` is enough for them."""
         if self.num_open:
             self._woken.set()
 
     @property
     def gone(self) -> bool:
-        """Whether nothing will ever be computed again."""
+        """Whether no pass will ever run again."""
         return self._gone is not None
 
     @property
@@ -240,9 +243,9 @@ class Engine:
         return self._runner.facts.on_cuda
 
     def warm_up(self) -> float:
-        """Computes two short prompts and some steps, so that nobody waits for kernels to be built; the seconds it took.
+        """Computes two short prompts and some steps, so that no request waits for kernels to be built. Returns the seconds taken.
 
-        Where rows may spill, also a step that finds some on the host. Before the first request. Leaves nothing cached.
+        If rows may spill, also runs a step with rows on the host. Call it before the first request. Leaves nothing cached.
         """
         began_s, count = time.monotonic(), max(min(self.max_alone // 2, 64), 1)
         likeliest = Sampling(max_tokens=min(4, self.max_alone - count), ignore_eos=True)
@@ -256,7 +259,7 @@ class Engine:
         return time.monotonic() - began_s
 
     def generate(self, prompt: str | Sequence[int], **more: Any) -> Answer:
-        """A whole answer: `stream` to its end."""
+        """Returns a whole answer: `stream` to its end."""
         deltas = list(self.stream(prompt, **more))
         last = deltas[-1]
         assert last.finish is not None and last.usage is not None, f"an answer without an end: {last}"
@@ -286,7 +289,7 @@ class Engine:
                     yield delta
                     if delta.finish is not None:
                         return
-                for delta in self.step():  # which may be somebody else's, who streams beside this one
+                for delta in self.step():  # may belong to another stream of this engine
                     if delta.request in self._streams:
                         self._streams[delta.request].append(delta)
                 if not mine:
@@ -303,19 +306,17 @@ class Engine:
         return self.text.encode(prompt)
 
     def close(self) -> None:
-        """Ends all requests, waits for what is to be kept, and stops."""
+        """Ends all requests, waits for writes to the store, and stops."""
         for number in list(self._answering.requests):
             self.abort(number)
-        self.passing.forget()
+        self.passing.drop()
         try:
-            self._runner.wait()  # for what it still writes into memory that would be given to others
+            self._runner.wait()  # it may still write into memory that is freed below
             before = self.cache.counters["store_ops_failed"]
             if not self.cache.close():
-                log.warning("not everything that was to be stored was stored in time: a store or a copy is slow, or hangs")
+                log.warning("some pages were not stored in time: a store or a copy is slow, or hangs")
             if failed := self.cache.counters["store_ops_failed"] - before:
-                log.warning(
-                    "not everything that was to be stored was stored: %d operations of the store failed at the end", failed
-                )
+                log.warning("some pages were not stored: %d operations of the store failed at the end", failed)
         finally:
             try:
                 self._runner.close()
@@ -332,12 +333,12 @@ class Engine:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _close_detached(self, store: Store) -> None:
-        if store in self.stores:  # others are whoever attached them to close
+        if store in self.stores:  # other stores are closed by the code that attached them
             self.stores.remove(store)
             store.close()
 
     def _settle(self, report: StepReport) -> None:
-        """A lease whose bytes did not arrive is given back, and its request looks again; so is a store to whoever closes it."""
+        """Requeues requests whose loads failed; hands detached stores to `on_detached`."""
         self._trouble.after_step(report.failures)
         for store in report.detached:
             self.on_detached(store)
@@ -350,7 +351,7 @@ class Engine:
                 self._answering.end(request, Finish.FAILED, error="copies of its state failed again and again")
                 continue
             if request.first_token_s is None:
-                request.sources = None  # where its prompt comes from is yet to be seen
+                request.sources = None  # the next lookup decides where its prompt comes from
             self.scheduler.put_back(request)
 
     def _end_failed(self) -> None:
@@ -360,24 +361,24 @@ class Engine:
                 self._answering.end(request, Finish.FAILED, error=error)
 
     def _lose(self, error: PassesLost) -> None:
-        """What ran passes is gone, and the device tier with it. Requests of theirs fail; others wait for new ranks, if any come.
-        What the host and the store have is as good as before.
+        """A rank is lost, and the device tier with it. Running requests fail; waiting ones wait for new ranks, if any start.
+        The host tier and the store stay valid.
         """
-        self.passing.forget(kernels=True)  # new ranks try them again
+        self.passing.drop(kernels=True)  # new ranks try them again
         self.lost = str(error)
         self.cache.counters.add("rank_losses")
-        told = f"{RANK_LOST}{error.rank}: ask again"
-        self._fail_active(told)
+        reason = f"{RANK_LOST}{error.rank}: send the request again"
+        self._fail_active(reason)
         try:
-            self._runner.end()  # before anything that they may still write to is given to others
+            self._runner.end()  # before memory that they may still write to is reused
             self.cache.lose_device()
         except BaseException:
-            self._gone = error  # new ranks would not have what others still believe to be on the device
+            self._gone = error  # the cache still lists pages on the device that new ranks would not have
             raise
         if not self._runner.restart():
             self._gone = error
             for request in list(self._answering.requests.values()):
-                self._answering.end(request, Finish.FAILED, error=told)
+                self._answering.end(request, Finish.FAILED, error=reason)
 
     def _fail_active(self, error: str) -> None:
         for request in list(self.scheduler.active.values()):

@@ -1,7 +1,7 @@
-"""Runs an engine on a thread of its own, for servers: requests go in from any thread, and answers come back through callbacks.
+"""Runs an engine on a thread of its own, for servers: any thread submits requests, and callbacks deliver the answers.
 
-Everything that touches the engine or its cache runs on that thread; `call` brings it there. What goes wrong in a pass ends the
-requests of that pass, with the reason, and nothing else. Whoever asks is answered, also when the engine has stopped.
+Everything that touches the engine or its cache runs on that thread; `call` runs a function there. An error in a pass ends only
+the requests of that pass, with the reason. Every caller gets an answer, even after the engine has stopped.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ T = TypeVar("T")
 OnDelta = Callable[[Delta], None]
 AfterStep = Callable[[Sequence[Delta]], None]
 
-MAX_FAILED_PASSES = 5  # in a row, after which the engine is taken to be broken
+MAX_FAILED_PASSES = 5  # in a row, after which the engine counts as broken
 _STOPPED = "the engine has stopped"
 
 
 class _Call(Protocol):
     def __call__(self, *, refused: str | None = None) -> None:
-        """Does what was asked, or says why it was not. Raises only what ends the engine."""
+        """Runs the call, or fails it with the reason `refused`. Raises only errors that end the engine."""
         ...
 
 
@@ -37,17 +37,17 @@ class EngineLoop:
     """One thread around one engine. `start` it, and `stop` it; all other methods may be called from any thread."""
 
     def __init__(self, engine: Engine, *, after_step: AfterStep = lambda deltas: None) -> None:
-        """`after_step` is called on the engine's thread after each step that went well, quickly to return."""
+        """`after_step` is called on the engine's thread after each successful step, and must return quickly."""
         self._engine = engine
         self._after_step = after_step
         self._inbox: SimpleQueue[_Call] = SimpleQueue()
         self._listeners: dict[int, OnDelta] = {}
         self._thread = Thread(target=self._run, name="stepwell-engine", daemon=True)
-        self._lock = Lock()  # around "is it open" and what follows from it
+        self._lock = Lock()  # held while `_open` is checked and acted on
         self._open = True
         self._num_arriving = 0
         self._stopping = False
-        self._failed_passes = 0  # since the last one that went well
+        self._failed_passes = 0  # since the last successful one
 
     def start(self) -> None:
         """From now on the engine belongs to this loop's thread."""
@@ -55,7 +55,7 @@ class EngineLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends all requests, keeps what is to be kept, and closes the engine."""
+        """Ends all requests, writes the rest to the store, and closes the engine."""
         self._stopping = True
         self._engine.wake()
         self._thread.join()
@@ -66,7 +66,7 @@ class EngineLoop:
 
     @property
     def lost(self) -> str | None:
-        """Which rank was lost, and why, while nothing can be computed for it."""
+        """Which rank was lost, and why, while no pass can run."""
         return self._engine.lost
 
     @property
@@ -76,11 +76,11 @@ class EngineLoop:
 
     @property
     def num_arriving(self) -> int:
-        """Requests that were submitted, and that the engine does not know of yet."""
+        """The number of submitted requests that the engine has not taken yet."""
         return self._num_arriving
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
-        """Runs `work` between two passes. Its result or exception is the future's."""
+        """Runs `work` between two passes. The future gets its result or exception."""
         future: Future[T] = Future()
 
         def run(*, refused: str | None = None) -> None:
@@ -90,7 +90,7 @@ class EngineLoop:
                 if refused is not None:
                     raise StepwellError(refused)
                 future.set_result(work(self._engine))
-            except BaseException as error:  # it belongs to whoever asked
+            except BaseException as error:  # it belongs to the caller
                 future.set_exception(error)
 
         if not self._given(run):
@@ -98,7 +98,7 @@ class EngineLoop:
         return future
 
     def submit(self, request: GenerateRequest, on_delta: OnDelta) -> Future[int]:
-        """Queues a request. `on_delta` is called on the engine's thread, quickly to return, until one has `finish`."""
+        """Queues a request. `on_delta` is called on the engine's thread until a delta has `finish`, and must return quickly."""
 
         def work(engine: Engine) -> int:
             number = engine.submit(request)
@@ -116,7 +116,7 @@ class EngineLoop:
 
         def run(*, refused: str | None = None) -> None:
             if refused is None:
-                self._engine.abort(number)  # should it fail, nobody but the loop would notice
+                self._engine.abort(number)  # only the loop would notice an error
 
         self._given(run)
 
@@ -132,7 +132,7 @@ class EngineLoop:
     # ---- inside -----------------------------------------------------------------------------------
 
     def _given(self, call: _Call) -> bool:
-        """Whether the engine's thread will take it."""
+        """Queues a call; false if the engine's thread will not take it."""
         with self._lock:
             if not self._open:
                 return False
@@ -154,14 +154,14 @@ class EngineLoop:
                 self._engine.abort(number)
             self._step()
             self._engine.close()
-        except BaseException as error:  # the engine is broken: everybody is told
+        except BaseException as error:  # the engine is broken: all callers get the reason
             log.exception("the engine has failed")
             reason = f"the engine has failed: {type(error).__name__}: {error}"
         finally:
             self._refuse_all(reason)
 
     def _take_calls(self) -> None:
-        """What was asked since the last pass. Rests first where a pass would do nothing."""
+        """Runs the calls queued since the last pass. Rests first if a pass would do nothing."""
         self._engine.rest()
         try:
             while True:
@@ -172,11 +172,11 @@ class EngineLoop:
     def _step(self) -> None:
         try:
             deltas = self._engine.step()
-        except Exception:  # the worker boundary: the requests of this pass have ended, the others go on
+        except Exception:  # the worker boundary: the requests of this pass have ended, the others continue
             log.exception("a pass failed")
             self._failed_passes += 1
             if self._failed_passes >= MAX_FAILED_PASSES:
-                raise  # it is not the requests
+                raise  # the cause is not the requests
             return
         self._failed_passes = 0
         for delta in deltas:
@@ -184,7 +184,7 @@ class EngineLoop:
             if delta.finish is not None:
                 self._listeners.pop(delta.request, None)
             if listener is not None:
-                self._tell(listener, delta)
+                self._notify(listener, delta)
         self._after_step(deltas)
 
     def _refuse_all(self, reason: str) -> None:
@@ -192,16 +192,16 @@ class EngineLoop:
             self._open = False
         try:
             while True:
-                self._inbox.get_nowait()(refused=_STOPPED)  # as those who ask later: the reason is no concern of theirs
+                self._inbox.get_nowait()(refused=_STOPPED)  # the same answer that later callers get
         except Empty:
             pass
         for number, listener in self._listeners.items():
-            self._tell(listener, Delta(request=number, finish=Finish.FAILED, error=reason))
+            self._notify(listener, Delta(request=number, finish=Finish.FAILED, error=reason))
         self._listeners.clear()
 
     @staticmethod
-    def _tell(listener: OnDelta, delta: Delta) -> None:
+    def _notify(listener: OnDelta, delta: Delta) -> None:
         try:
             listener(delta)
-        except Exception:  # a listener that has gone away is no reason to stop
-            log.debug("nobody listens to request %d any more", delta.request, exc_info=True)
+        except Exception:  # a closed listener is no reason to stop
+            log.debug("the listener of request %d failed", delta.request, exc_info=True)

@@ -1,14 +1,14 @@
-"""One process's place among the ranks that compute a model together, and what they tell each other inside a forward pass.
+"""One rank of a tensor-parallel model, and the collectives of a forward pass.
 
-    stream          the same on all ranks, before and behind every block
-    block           each rank computes its heads and its inner channels: a share of the block's sum
-    all_reduce      adds the shares up, behind attention and behind the feed-forward block
-    all_gather      logits, of which each rank has a part of the vocabulary
+    stream          the same on all ranks, before and after every block
+    block           each rank computes its heads and its inner channels: a part of the block's sum
+    all_reduce      adds these parts up, after attention and after the feed-forward block
+    all_gather      logits; each rank has a part of the vocabulary
 
-Nothing else meets here: the cache has no collectives. A rank that is alone calls nothing of torch.distributed. Every call waits
-for all ranks, for `timeout_s` at most; then it raises, and the group is of no more use: whoever runs the process ends it.
+There are no other collectives; the cache has none. A single rank does not use torch.distributed. Every call waits for all ranks,
+for `timeout_s` at most; then it raises, and the group cannot be used again: the worker process must end.
 
-Ranks with a GPU each are connected by nccl. It takes no two ranks on one GPU: those are connected by gloo, through host memory.
+Ranks with a GPU each are connected by nccl. It does not support two ranks on one GPU: gloo connects these, through host memory.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 BACKENDS = ("gloo", "nccl")
 _LOOPBACK = "127.0.0.1"
-_MOST_NAMED = 64  # of numbers of ranks that an error proposes
+_MOST_NAMED = 64  # numbers of ranks that an error message lists
 
 
 class Share(int):
-    """A size that ranks share: as a number, the part that this rank has; of `whole`, from `start` on.
+    """A size that is split over ranks: the integer is this rank's part of `whole`, and begins at `start`.
 
-    Times a plain number it is the share of as many times more: heads times their width. All else makes plain numbers of it.
+    Times a plain number it is a share too: heads times head width. Any other operation yields a plain number.
     """
 
     whole: int
@@ -47,7 +47,7 @@ class Share(int):
         return made
 
     def __mul__(self, times: int) -> Share:
-        assert not isinstance(times, Share), f"no axis is shared twice: {self!r} * {times!r}"
+        assert not isinstance(times, Share), f"an axis cannot be split twice: {self!r} * {times!r}"
         return Share(int(self) * times, whole=self.whole * times, start=self.start * times)
 
     __rmul__ = __mul__
@@ -56,7 +56,7 @@ class Share(int):
         return f"Share({int(self)} from {self.start} of {self.whole})"
 
     def in_groups(self, size: int) -> Share | None:
-        """The same counted in groups of `size`; None where it does not begin and end between groups."""
+        """The same counted in groups of `size`; None if it does not begin and end on a group boundary."""
         if any(each % size for each in (int(self), self.whole, self.start)):
             return None
         return Share(int(self) // size, whole=self.whole // size, start=self.start // size)
@@ -64,7 +64,7 @@ class Share(int):
 
 @dataclass(slots=True, eq=False)
 class Calls:
-    """How many collectives a rank has called, and how many have come back. Ranks that have called equally many are in step."""
+    """How many collectives a rank has called, and how many have returned. Ranks with equal numbers of calls are in step."""
 
     begun: int = 0
     ended: int = 0
@@ -72,12 +72,12 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Ranks:
-    """`rank` of `size`. `group` is what connects them; None for one that is alone, and for one that only loads."""
+    """Rank `rank` of `size`. `group` connects them; None for a single rank, and for one that only loads weights."""
 
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None
-    on_device: bool = True  # whether its collectives run on the device: those of gloo go through host memory
+    on_device: bool = True  # whether collectives run on the device; those of gloo go through host memory
     calls: Calls = field(default_factory=Calls)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Ranks:
     # ---- who has what -----------------------------------------------------------------------------
 
     def share(self, count: int, what: str) -> int:
-        """This rank's part of `count` things, of which all have equally many. Raises ConfigError that says how many ranks can."""
+        """This rank's equal part of `count` things. If ranks cannot split them, raises ConfigError with the numbers that can."""
         if self.size == 1:
             return count
         if count % self.size:
@@ -97,19 +97,19 @@ class Ranks:
         return Share(part, whole=count, start=part * self.rank)
 
     def share_or_repeat(self, count: int, what: str) -> int:
-        """The same for what several ranks may have alike: where there are fewer than ranks, each has one of them."""
+        """The same, but with fewer things than ranks each rank has one, which it shares with others."""
         if self.size <= count or self.size % count:
             return self.share(count, what)
         return Share(1, whole=count, start=self.rank * count // self.size)
 
     def share_or_all(self, count: int) -> int:
-        """The same for what every rank may have all of: so it is where it cannot be cut equally."""
+        """The same, but every rank has all things if they cannot be split equally."""
         return count if count % self.size else self.share(count, "parts")
 
     # ---- inside a pass ----------------------------------------------------------------------------
 
     def all_reduce(self, share: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each of them. Maybe in place."""
+        """The sum over all ranks, bit-identical on each. May work in place."""
         if self.size == 1 or not share.numel():
             return share
         near = self._within_reach(share.contiguous())
@@ -117,10 +117,10 @@ class Ranks:
         return near.to(share.device, non_blocking=True)
 
     def all_gather(self, part_NX: torch.Tensor) -> torch.Tensor:
-        """The parts of all ranks side by side, in their order. They must be of one size."""
+        """The parts of all ranks, concatenated in rank order. They must have equal sizes."""
         if self.size == 1:
             return part_NX
-        if not part_NX.numel():  # as of a pass that nobody wants logits of
+        if not part_NX.numel():  # a pass without logits
             return torch.cat([part_NX] * self.size, dim=-1)
         near_NX = self._within_reach(part_NX.contiguous())
         parts = [torch.empty_like(near_NX, pin_memory=near_NX.device != part_NX.device) for _ in range(self.size)]
@@ -128,8 +128,8 @@ class Ranks:
         return torch.cat([each.to(part_NX.device, non_blocking=True) for each in parts], dim=-1)
 
     def _within_reach(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Where the group can read and write it. gloo would copy a GPU's tensors to the host too, but then write back on a thread
-        of its own, which older versions of torch refuse for tensors of inference mode.
+        """A tensor that the group can read and write. gloo would copy a GPU's tensors to the host itself, but writes the result
+        on its own thread, which older versions of torch refuse for tensors of inference mode.
         """
         if self.on_device or not tensor.is_cuda:
             return tensor
@@ -148,20 +148,20 @@ ALONE = Ranks()
 
 
 def join(rank: int, size: int, meeting: Path, *, backend: str, timeout_s: float) -> Ranks:
-    """Connects this process with the others of one machine. They call it with the same `meeting`, a file that is not there yet,
-    in a folder that nobody else may write to: whoever can is trusted.
+    """Connects this process with the other ranks on this machine. All pass the same `meeting`: a file that does not exist yet, in
+    a folder that only trusted processes can write to.
 
-    Waits for them, `timeout_s` at most, and raises RuntimeError then. gloo listens on the loopback interface alone; for nccl
-    whoever starts the process says NCCL_SOCKET_IFNAME=lo. `size` 1 connects nothing. Raises ConfigError for a backend that is
-    not known or not there.
+    Waits `timeout_s` at most, and raises RuntimeError after that. gloo listens on the loopback interface only; for nccl the
+    parent process sets NCCL_SOCKET_IFNAME=lo. `size` 1 connects nothing. Raises ConfigError for a backend that is unknown or
+    not available.
     """
     if size == 1:
         return ALONE
     if backend not in BACKENDS:
         raise ConfigError(f"ranks are connected by one of {', '.join(BACKENDS)}, got {backend!r}")
-    dist: Any = importlib.import_module("torch.distributed")  # a rank that is alone does without
+    dist: Any = importlib.import_module("torch.distributed")  # not imported for a single rank
     if not dist.is_available() or (backend == "nccl" and not dist.is_nccl_available()):
-        raise ConfigError(f"this build of torch has no {backend}, which connects ranks: install one that has, or use one rank")
+        raise ConfigError(f"this build of torch lacks {backend}, which connects ranks: install one that has it, or use one rank")
     store = dist.FileStore(str(meeting), size)
     store.set_timeout(timedelta(seconds=timeout_s))
     kind = dist.ProcessGroupNCCL if backend == "nccl" else dist.ProcessGroupGloo

@@ -1,7 +1,7 @@
-"""How fast an engine computes prompts, measured before its first request, so that nothing is fetched that is computed sooner.
+"""Measures how fast an engine computes prompts, before its first request, so that it fetches only what is slower to compute.
 
-Prompts of growing length run twice: kernels may be built the first time, and the second time counts. The last prompt takes
-several passes, so that what attention adds to later ones is known too. Each round takes `MOST_S` and one pass at most.
+Prompts of growing length run twice: the first run may build kernels, the second is measured. The last prompt takes several
+passes, which shows how attention slows later ones. Each round takes at most `MOST_S` and one pass.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from stepwell.engine.engine import Engine
 from stepwell.engine.requests.request import GenerateRequest, Sampling
 
-LENGTHS = (64, 256, 1024)  # and a whole pass, and
-PASSES = 4  # of the longest prompt
+LENGTHS = (64, 256, 1024)  # then a full pass, then
+PASSES = 4  # passes of the longest prompt
 MOST_S = 1.0
-GROWTH = 4  # times as long, a prompt is expected to take compared with the one before
+GROWTH = 4  # expected ratio of a prompt's time to that of the one before
 
 
 def measure_speed(engine: Engine) -> None:
-    """Leaves nothing cached, and the cache knowing how long prompts take to compute."""
+    """Records in the cache how long prompts take to compute. Leaves nothing cached."""
     chunk = engine.limits.chunk_tokens
     lengths = [*(each for each in LENGTHS if each < chunk), chunk, PASSES * chunk]
     lengths = [min(each, engine.max_alone - 1) for each in lengths]
@@ -32,7 +32,7 @@ def measure_speed(engine: Engine) -> None:
 
 
 def _compute(engine: Engine, tokens: int, end_s: float) -> None:
-    """A prompt of different tokens, since experts and caches of the processor may find equal ones easier."""
+    """Computes a prompt of different tokens, since equal ones may be faster for experts and processor caches."""
     prompt = [(7919 * at + 13) % engine.vocab_size for at in range(tokens)]
     number = engine.submit(GenerateRequest(tokens=prompt, sampling=Sampling(max_tokens=1, ignore_eos=True), use_cache=False))
     while engine.num_open:

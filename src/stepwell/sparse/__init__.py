@@ -1,4 +1,4 @@
-"""Sparse decode: the few rows that a step attends to on the device, when all others are on the host.
+"""Sparse decode: keeps the few rows that a step attends to on the device, and all others on the host.
 
 Imports torch. Knows no requests, models or tiers: tensors, page ids and row numbers only.
 """

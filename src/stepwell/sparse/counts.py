@@ -1,12 +1,12 @@
-"""What resolving found, counted on the device and read without waiting for it.
+"""Counters of `resolve`, updated on the device and read without waiting.
 
     resident       references to rows of pages that are on the device
-    hits           references to rows that were in a hot slot already
+    hits           references to rows that were already in a hot slot
     fetched        rows that got a slot, and are copied into it
-    read_through   rows that got none, and references of requests without hot pages: read from the host
+    read_through   rows that got no slot, and references of requests without hot pages: read from the host
 
-Requests of a batch count side by side, so that programs do not wait for each other. Decides nothing. Axes: G groups, B places in
-a batch, C kinds of counts.
+Each request of a batch has its own counters, so that programs do not wait for each other. Decides nothing. Axes: G groups,
+B places in a batch, C kinds of counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Sums since the beginning."""
+    """Sums since the start."""
 
     resident: int = 0
     hits: int = 0
@@ -32,7 +32,7 @@ class Found:
 
 
 class Counts:
-    """`tally_GBC` is written by `resolve`; anybody may read the sums."""
+    """`resolve` writes `tally_GBC`; the sums may be read at any time."""
 
     def __init__(self, *, groups: int, requests: int, device: torch.device) -> None:
         self.tally_GBC = torch.zeros(groups, requests, KINDS, dtype=torch.int64, device=device)
@@ -41,7 +41,7 @@ class Counts:
         self._copied = torch.cuda.Event() if pinned else None
 
     def start_reading(self) -> None:
-        """Queues a copy of the sums as they are at this point of the current stream. Drops nothing if one is under way."""
+        """Queues a copy of the sums as of this point of the current stream. Does nothing if a copy is in flight."""
         if self._copied is not None and not self._copied.query():
             return
         self._sum_GC.copy_(self.tally_GBC.sum(dim=1), non_blocking=True)
@@ -49,7 +49,7 @@ class Counts:
             self._copied.record(torch.cuda.current_stream(self.tally_GBC.device))
 
     def read(self, row_bytes: Sequence[int]) -> Found | None:
-        """The sums last asked for, with the bytes that one row of each group has over its layers; None while they come."""
+        """The sums last requested; None until they arrive. `row_bytes`: of one row, over all layers, by group."""
         if self._copied is not None and not self._copied.query():
             return None
         fetched_bytes = sum(rows * size for rows, size in zip(self._sum_GC[:, FETCHED].tolist(), row_bytes, strict=True))

@@ -1,15 +1,15 @@
-"""Finds a place on the device for every row that a pass selects, and fetches what is missing. The seam, and plain torch.
+"""Finds a place on the device for every row that a pass selects, and fetches missing rows. The interface, and plain torch.
 
     claim    a row in a page on the device: nothing to do. In a hot slot: the slot is in use now. Else it is missing, and the
-             first reference to it whose request has hot pages wins it; whoever else refers to it finds it there
-    assign   winners of a request, in the order of its references, get slots of its own hot pages: those in the highest
-             bin first (`score_bins`). Who gets none is read from the host where it lies, by whoever gathers
+             first reference to it whose request has hot pages wins it; later references find it there
+    assign   winners of a request, in the order of its references, get slots of its own hot pages: slots of the highest
+             bin first (`score_bins`). A row without a slot is read from the host in place, when rows are gathered
     fetch    rows of the plan, host page -> hot page, of one layer. Layers that share a selection replay the same plan
 
-The result is the same whatever runs first: a row that is missing is missing for all, and claims are a minimum. Selections are
-never changed by where rows are. Plain torch is the reference, runs anywhere and, on CUDA, waits.
+The result does not depend on the order of execution: a missing row is missing for all, and a claim is a minimum. Selections never
+depend on where rows are. Plain torch is the reference: it runs anywhere, and waits on CUDA.
 
-Axes as in `places.py`, and X query rows of a pass, K rows that each selects, B requests, A = B + 1, Q hot pages of a request,
+Axes as in `places.py`, and X query rows of a pass, K selected rows of each, B requests, A = B + 1, Q hot pages of a request,
 T positions with scores, M entries of a plan.
 """
 
@@ -27,21 +27,21 @@ from stepwell.sparse.places import HOST, ORDINAL, ROWS, Places
 
 CLAIM = -(2**30)  # a hint of CLAIM + e: entry e claims the row. Entries are numbered x * K + k
 MOST_ENTRIES = 2**30
-IN_USE, EMPTY, LAST = 0, 255, 254  # bins of slots: used in this pass, holding nothing, and the lowest score
+IN_USE, EMPTY, LAST = 0, 255, 254  # bins of slots: used in this pass, empty, and of the lowest score
 LARGEST = 3e38  # finite in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wanted:
-    """What the query rows of one pass select, in one layer. Rows of one request are neighbours: together they are one union."""
+    """The selection of the query rows of one pass, in one layer. Query rows of one request are adjacent, and share a union."""
 
     position_XK: torch.Tensor  # -1 for none
-    last_X: torch.Tensor  # positions behind it are none
-    owner_X: torch.Tensor  # which request a query row is of, ascending
-    first_A: torch.Tensor  # the first query row of each request, and their number
+    last_X: torch.Tensor  # positions after it are ignored
+    owner_X: torch.Tensor  # the request of each query row, ascending
+    first_A: torch.Tensor  # the first query row of each request, then the number of rows
     table_BP: torch.Tensor  # prefix pages of each request
-    hot_BQ: torch.Tensor  # numbers of the hot pages each request has, -1 behind them
-    score_XT: torch.Tensor | None = None  # slots with the lowest scores are given away first; None: -inf throughout
+    hot_BQ: torch.Tensor  # the numbers of each request's hot pages, padded with -1
+    score_XT: torch.Tensor | None = None  # slots with the lowest scores are reused first; None: -inf throughout
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class Wanted:
         first_A: torch.Tensor | None = None,
         score_XT: torch.Tensor | None = None,
     ) -> Wanted:
-        """One query row a request, unless `owner_X` says otherwise; what `first_A` is follows from it. Waits for nothing."""
+        """One query row per request, unless `owner_X` is given; `first_A` follows from it. Does not wait."""
         if owner_X is None:
             assert len(position_XK) == len(table_BP), f"{len(position_XK)} query rows of {len(table_BP)} requests"
             owner_X = torch.arange(len(table_BP), dtype=torch.int32, device=table_BP.device)
@@ -69,18 +69,19 @@ class Wanted:
 
 
 class Plan:
-    """What to copy: row numbers of host pages and of hot pages. Made once, for the largest pass; of one group at a time."""
+    """The rows to copy, by their numbers in host and hot pages. Allocated once for the largest pass; one group at a time."""
 
     def __init__(self, entries: int, device: torch.device) -> None:
-        """Raises ConfigError for more entries than can be claimed."""
+        """Raises ConfigError for more entries than claims can number."""
         if entries > MOST_ENTRIES:
             raise ConfigError(
-                f"{entries:,} rows may be selected in one pass, {MOST_ENTRIES:,} are the most: lower max_running, of which each "
-                f"selects its share"
+                f"{entries:,} rows may be selected in one pass, {MOST_ENTRIES:,} are the most: lower max_running, since each "
+                f"request selects its share"
             )
+        # The last two are used only between claim and assign.
         self.source_M, self.target_M, self.claim_M, self.winner_M = (
             torch.empty(entries, dtype=torch.int32, device=device) for _ in range(4)
-        )  # the last two are between claim and assign only
+        )
         self.count_1 = torch.zeros(1, dtype=torch.int32, device=device)
 
     @property
@@ -93,7 +94,7 @@ class Resolve(Protocol):
 
 
 class Sides(Protocol):
-    """What rows are copied between: pages of the host, and of the device. `Places` has both."""
+    """Source and target of row copies: host pages and device pages. `Places` has both."""
 
     @property
     def host_PLRE(self) -> torch.Tensor: ...
@@ -110,7 +111,7 @@ class Fetch(Protocol):
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
-    """Gives slots to rows that are missing, and writes down what must be fetched for that. Copies no rows."""
+    """Assigns slots to missing rows, and records in `plan` what to fetch. Copies no rows."""
     key_E, entry_E = _claim(places, group, wanted)
     owner_E = wanted.owner_X[entry_E // max(wanted.position_XK.shape[1], 1)]
     plan.count_1.zero_()
@@ -119,7 +120,7 @@ def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
 
 
 def fetch(places: Sides, layer: int, plan: Plan) -> None:
-    """Copies the rows of a plan, in one layer."""
+    """Copies the rows of a plan in one layer."""
     count, size = int(plan.count_1), places.page_rows
     source, target = plan.source_M[:count].long().to(places.host_PLRE.device), plan.target_M[:count].long()
     row_ME = places.host_PLRE[source // size, layer, source % size]
@@ -130,7 +131,7 @@ def fetch(places: Sides, layer: int, plan: Plan) -> None:
 
 
 def _claim(places: Places, group: int, wanted: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys of rows that are missing and wanted by a request with hot pages, and the entry of each that wins, in that order."""
+    """The keys of missing rows that a request with hot pages wants, and the winning entry of each, in the order of entries."""
     size, owner_X, position_XK = places.page_rows, wanted.owner_X.long(), wanted.position_XK.long()
     asked_XK = (position_XK >= 0) & (position_XK <= wanted.last_X[:, None])
     position_XK = position_XK.masked_fill(~asked_XK, 0)
@@ -149,12 +150,13 @@ def _claim(places: Places, group: int, wanted: Wanted) -> tuple[torch.Tensor, to
     key_E = (page_XK * size + row_XK).flatten()[entry_E]
     won_E = _firsts(key_E)
     key_E, entry_E = key_E[won_E], entry_E[won_E]
-    lower_E = places.slot_PGR[key_E // size, group, key_E % size] < CLAIM + entry_E  # no hint of ours: as a minimum would do
+    # Not claimed before: has the effect of a minimum.
+    lower_E = places.slot_PGR[key_E // size, group, key_E % size] < CLAIM + entry_E
     return key_E[~lower_E], entry_E[~lower_E]
 
 
 def _firsts(number_E: torch.Tensor) -> torch.Tensor:
-    """Where each number stands for the first time, ascending."""
+    """The index of the first occurrence of each number, ascending."""
     sorted_E, at_E = torch.sort(number_E, stable=True)
     first_E = torch.ones_like(sorted_E, dtype=torch.bool)
     first_E[1:] = sorted_E[1:] != sorted_E[:-1]
@@ -196,8 +198,8 @@ def _bins(places: Places, group: int, wanted: Wanted, request: int, slot_H: torc
 
 
 def score_bins(key_H: torch.Tensor, stamp_H: torch.Tensor, now: torch.Tensor, score_H: torch.Tensor) -> torch.Tensor:
-    """A bin for each of a request's slots H. Slots of the highest bin get another row first, of one bin the earliest slot. Those
-    that are not in use are in bins by equal steps between the highest and the lowest score of their rows; -inf is in the last.
+    """A bin for each of a request's slots H. Slots of the highest bin are reused first, within one bin the earliest slot. Idle
+    slots are binned in equal steps between the highest and the lowest score of their rows; -inf is in the last bin.
     """
     idle_H = (key_H >= 0) & (stamp_H < now)
     known_H = idle_H & score_H.isfinite()

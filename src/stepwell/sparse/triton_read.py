@@ -1,11 +1,11 @@
-"""`read` by Triton: stored rows wherever they are, back to back on the device, without asking the host.
+"""`read` in Triton: gathers stored rows from device and host into one tensor on the device, without the host's help.
 
-    header    a page of its own on the device: there
-    hint      a hot slot whose key is this row: there
-    else      on the host, read over the bus from pinned memory
+    header    names a rows page on the device: read there
+    hint      names a hot slot whose key is this row: read there
+    else      read from pinned host memory, over the bus
 
-`look_up` is that question, for kernels that read rows in their own way. Copies bytes, and never changes a table. A row that is
-nowhere reads as ones in every bit, which is no number. Importing needs Triton. Axes as in `places.py`, and N rows that are read.
+`look_up` does the lookup alone, for kernels that read rows themselves. Copies bytes, and changes no table. A row that is in
+neither place reads as ones in every bit, which is NaN. Importing needs Triton. Axes as in `places.py`, and N rows to read.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import triton.language as tl
 from stepwell.sparse.places import Places
 from stepwell.sparse.triton_fetch import words_of
 
-WARPS, UNITS = 4, 512  # warps of a program, and units that it reads at once, of several rows where rows are short
+WARPS, UNITS = 4, 512  # warps of a program, and units that it reads at once, of several short rows
 
 
 def read(places: Places, layer: int, page: torch.Tensor, row: torch.Tensor, group: int) -> torch.Tensor:
-    """As `Places.read`, for pages and rows of any one shape, on the current stream."""
+    """As `Places.read`, on the current stream; pages and rows have the same shape."""
     page_N, row_N = page.reshape(-1).contiguous(), row.reshape(-1).contiguous()
     rows_PRE, host_PRE = places.rows_PLRE[:, layer], places.host_PLRE[:, layer]
     out_NE = torch.empty(len(page_N), rows_PRE.shape[2], dtype=rows_PRE.dtype, device=places.device)
@@ -40,10 +40,10 @@ def read(places: Places, layer: int, page: torch.Tensor, row: torch.Tensor, grou
 
 
 def tables(places: Places, group: int) -> tuple[Any, ...]:
-    """What `look_up` needs to know, in its order."""
+    """The arguments of `look_up`, in its order."""
     hint_PR, key_S = places.slot_PGR[:, group], places.key_GS[group]
     if not places.slots:
-        key_S = places.now_1  # no slot is looked into, but something must be named
+        key_S = places.now_1  # never read, but the kernel needs an argument
     return (
         places.header_P3, hint_PR, key_S, places.hot_N if places.slots else places.now_1, places.slots,
         places.header_P3.stride(0), hint_PR.stride(0),
@@ -52,9 +52,9 @@ def tables(places: Places, group: int) -> tuple[Any, ...]:
 
 @triton.jit
 def look_up(page, row, asked, header, hint, key_S, hot_N, slots, header_stride, hint_stride, SIZE: tl.constexpr):
-    """Where rows of prefix pages are: page and row on the device, or page on the host and the same row; each -1 where it is not.
+    """Where rows of prefix pages are: page and row on the device, or page on the host and the same row; -1 in the other.
 
-    A hint is believed if the slot's key is this very row, whatever the hint is.
+    A hint counts only if the slot's key is this row.
     """
     own = tl.load(header + page * header_stride + 1, mask=asked, other=-1)
     below = tl.load(header + page * header_stride + 2, mask=asked, other=-1)
@@ -74,7 +74,7 @@ def _read_kernel(
     device_page, device_row, host_page, host_row,
     SIZE: tl.constexpr, ROW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some rows. Strides count units of UNIT words, as in `triton_fetch`."""
+    """Reads some rows. Strides count units of UNIT words, as in `triton_fetch`."""
     number = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     asked = number < count
     page = tl.load(page_N + number, mask=asked, other=0).to(tl.int64)

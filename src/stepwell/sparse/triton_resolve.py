@@ -1,11 +1,11 @@
-"""`resolve` by Triton: two launches of fixed shapes that ask the host for nothing, so that a pass can be recorded.
+"""`resolve` in Triton: two launches of fixed shapes that never wait for the host, so that a pass can be captured.
 
     claim     one program for a block of one query row's entries; a claim is a minimum in the row's hint
-    assign    one program a request: its winners, a histogram of its slots' bins, then the slots in their order. What it knows of
-              its slots it looks up once, if it can look at all of them at the same time
+    assign    one program per request: its winners, a histogram of its slots' bins, then the slots in order. If all its slots fit
+              in one block, it reads their tables only once
 
-The same tables, hints and rows as in plain torch. Only the order in which requests stand in the plan is any. All offsets into
-pages are of 64 bits. Importing needs Triton. Axes as in `resolve.py`.
+Gives the same tables, hints and rows as plain torch; only the order of requests in the plan differs. All offsets into pages have
+64 bits. Importing needs Triton. Axes as in `resolve.py`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stepwell.sparse.places import Places
 from stepwell.sparse.resolve import CLAIM, Plan, Wanted
 
 CLAIM_BLOCK, CLAIM_WARPS = 256, 4
-ASSIGN_BLOCK, ASSIGN_WARPS = 4096, 8  # entries or slots that are looked through at once, by no more threads than bins
+ASSIGN_BLOCK, ASSIGN_WARPS = 4096, 8  # entries or slots per block; no more threads than bins
 
 
 def resolve(places: Places, group: int, wanted: Wanted, plan: Plan) -> None:
-    """As `resolve.resolve`. Tensors of `wanted` must have rows without gaps, and stay until the stream has passed."""
+    """As `resolve.resolve`. Tensors of `wanted` must have contiguous rows, and live until the stream has finished."""
     (queries, count), (requests, hot_pages) = wanted.position_XK.shape, wanted.hot_BQ.shape
     tally_BC = places.counts.tally_GBC[group]
     assert queries * count <= plan.entries and requests <= len(tally_BC), f"{wanted.position_XK.shape=} {wanted.hot_BQ.shape=}"
@@ -61,7 +61,7 @@ def _claim_kernel(
     count, slots, position_stride, table_stride, hot_stride, header_stride, hint_stride,
     SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, HOT: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Entries of one query row. A hint that is not of this row never matches, whatever is in it and whoever writes to it now."""
+    """Claims the entries of one query row. A hint for another row never matches, even while another program writes it."""
     query = tl.program_id(0)
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if (query == 0) & (tl.program_id(1) == 0):
@@ -97,7 +97,7 @@ def _claim_kernel(
 
 @triton.jit
 def _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE: tl.constexpr):
-    """The highest score that any query row of the request gives to the row in each slot; no number counts as the highest."""
+    """The highest score that any query row of the request gives to the row in each slot; NaN counts as the highest."""
     ordinal = tl.load(header + (key // SIZE).to(tl.int64) * header_stride, mask=idle, other=-1)
     at = ordinal.to(tl.int64) * SIZE + key % SIZE
     known = idle & (at >= 0) & (at < length)
@@ -114,7 +114,7 @@ def _score_of(key, idle, score, header, header_stride, first, stop, length, scor
 def _score_bin(most, low, high):
     """As `resolve.score_bins`, for slots that are not in use."""
     known = (most > float("-inf")) & (most < float("inf"))
-    several = high > low  # else no two differ
+    several = high > low  # otherwise all are equal
     top, span = tl.where(several, high, 0.0), tl.where(several, tl.minimum(high - low, 3e38), 1.0)
     step = tl.where(several, tl.minimum(tl.div_rn(253.0, span), 3e38), 0.0)
     below = tl.where(known, tl.minimum(top - tl.where(known, most, 0.0), 3e38), 0.0)
@@ -124,7 +124,7 @@ def _score_bin(most, low, high):
 
 @triton.jit
 def _own(own, hot, slots, key_S, stamp_S, now, SIZE: tl.constexpr):
-    """Slots of a request by their number among its own: -1 where there is none; what each holds, and whether it is not in use."""
+    """The slots of a request by their index among its own, -1 for none; the key of each, and whether it is idle."""
     page = tl.load(hot + own // SIZE, mask=own < slots, other=-1)
     slot = tl.where(page >= 0, page * SIZE + own % SIZE, -1)
     key = tl.load(key_S + slot, mask=slot >= 0, other=-1)
@@ -140,7 +140,7 @@ def _bin_of(slot, key, idle, most, low, high):
 
 @triton.jit
 def _worth(slot, idle, worth_S, SCORED: tl.constexpr):
-    """The scores of slots that were written down, where there are any."""
+    """The recorded scores of slots, if there are any."""
     most = tl.full(idle.shape, float("-inf"), tl.float32)
     if SCORED:
         most = tl.load(worth_S + slot, mask=idle, other=float("-inf"))
@@ -149,7 +149,7 @@ def _worth(slot, idle, worth_S, SCORED: tl.constexpr):
 
 @triton.jit
 def _range_of(most):
-    """The lowest and the highest score that is known and a number."""
+    """The lowest and the highest finite score."""
     finite = (most > float("-inf")) & (most < float("inf"))
     low = tl.min(tl.where(finite, most, float("inf")), axis=0)
     return low, tl.max(tl.where(finite, most, float("-inf")), axis=0)
@@ -157,7 +157,7 @@ def _range_of(most):
 
 @triton.jit
 def _share(bins, wins):
-    """How many winners get a slot, the least bin that is given away, and room for slots that are level with the last."""
+    """The number of winners that get a slot, the lowest bin that is reused, and how many slots of that bin are reused."""
     which = tl.arange(0, 256)
     given = tl.minimum(wins, tl.sum(tl.where(which > 0, bins, 0), axis=0))
     older = tl.cumsum(bins, axis=0, reverse=True)  # slots in this bin or a higher one
@@ -167,15 +167,15 @@ def _share(bins, wins):
 
 @triton.jit
 def _give(
-    slot, rank, least, room, level_before, before, base, stamp,
+    slot, rank, least, level_slots, level_before, before, base, stamp,
     winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Slots in their order, to winners in theirs, with the same stamp. How many are level with the last, and how many were
-    taken, so far.
+    """Assigns slots, in order, to winners, in order, with the same stamp. Returns the number of slots seen in the lowest bin
+    and the number assigned so far.
     """
     level = (rank == least).to(tl.int32)
     among = tl.cumsum(level, axis=0) + level_before
-    taken = ((rank > least) | ((level > 0) & (among <= room))).to(tl.int32)
+    taken = ((rank > least) | ((level > 0) & (among <= level_slots))).to(tl.int32)
     place, mine = tl.cumsum(taken, axis=0) + before - 1, taken > 0
     new = tl.load(winner + place, mask=mine, other=0)
     origin = tl.load(header + (new // SIZE).to(tl.int64) * header_stride + 2, mask=mine, other=0)
@@ -190,7 +190,7 @@ def _give(
 
 @triton.jit
 def _winners(claim, winner, hint, hint_stride, start, stop, SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the rows that a request has won behind each other, in the order of its entries. Their number."""
+    """Writes the rows that a request has won, compacted in the order of its entries. Returns their number."""
     lane = tl.arange(0, BLOCK)
     wins = 0
     at = start
@@ -211,7 +211,7 @@ def _assign_kernel(
     SIZE: tl.constexpr, FIRST_CLAIM: tl.constexpr, SCORED: tl.constexpr, WHOLE: tl.constexpr, KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One request. Only it writes to its slots, and to hints of rows that it has won."""
+    """Assigns slots for one request. No other program writes to its slots, or to the hints of rows that it has won."""
     request = tl.program_id(0).to(tl.int64)
     lane, now, slots = tl.arange(0, BLOCK), tl.load(now_1), hot_pages * SIZE
     first, stop = tl.load(first_A + request), tl.load(first_A + request + 1)
@@ -220,7 +220,7 @@ def _assign_kernel(
     wins = _winners(claim, winner, hint, hint_stride, first * count, stop * count, SIZE, FIRST_CLAIM, BLOCK)
     winner += first * count
     if wins > 0:
-        tl.debug_barrier()  # winners are read by others than wrote them
+        tl.debug_barrier()  # other threads read the winners
         low, high = float("inf"), float("-inf")
         if WHOLE:
             slot, key, idle = _own(lane, hot, slots, key_S, stamp_S, now, SIZE)
@@ -229,11 +229,11 @@ def _assign_kernel(
                 most = _score_of(key, idle, score, header, header_stride, first, stop, length, score_stride, SIZE)
                 low, high = _range_of(most)
             rank = _bin_of(slot, key, idle, most, low, high)
-            given, least, room = _share(tl.histogram(rank, 256), wins)
+            given, least, level_slots = _share(tl.histogram(rank, 256), wins)
             base = tl.atomic_add(plan_count, given, sem="relaxed")
-            tl.debug_barrier()  # what slots held is read before any is given away
+            tl.debug_barrier()  # keys are read before any slot is reused
             _give(
-                slot, rank, least, room, 0, 0, base, now,
+                slot, rank, least, level_slots, 0, 0, base, now,
                 winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
             )  # fmt: skip
         else:
@@ -246,7 +246,7 @@ def _assign_kernel(
                     lowest, highest = _range_of(most)
                     low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
                     start += BLOCK
-                tl.debug_barrier()  # so are scores
+                tl.debug_barrier()  # so are the scores
             bins = tl.zeros([256], tl.int32)
             start = 0
             while start < slots:
@@ -254,7 +254,7 @@ def _assign_kernel(
                 most = _worth(slot, idle, worth_S, SCORED)
                 bins += tl.histogram(_bin_of(slot, key, idle, most, low, high), 256)
                 start += BLOCK
-            given, least, room = _share(bins, wins)
+            given, least, level_slots = _share(bins, wins)
             base = tl.atomic_add(plan_count, given, sem="relaxed")
             level_before = 0
             before = 0
@@ -264,14 +264,14 @@ def _assign_kernel(
                 most = _worth(slot, idle, worth_S, SCORED)
                 rank = _bin_of(slot, key, idle, most, low, high)
                 level_before, before = _give(
-                    slot, rank, least, room, level_before, before, base, now,
+                    slot, rank, least, level_slots, level_before, before, base, now,
                     winner, header, hint, hot_N, key_S, stamp_S, source, target, header_stride, hint_stride, SIZE,
                 )  # fmt: skip
                 start += BLOCK
         tl.atomic_add(tally + 2, given.to(tl.int64), sem="relaxed")
         tl.atomic_add(tally + 3, (wins - given).to(tl.int64), sem="relaxed")
         at = given
-        while at < wins:  # nothing is free for these
+        while at < wins:  # no slot is free for these
             lost = tl.load(winner + at + lane, mask=at + lane < wins, other=0)
             nowhere = tl.full([BLOCK], -1, tl.int32)
             tl.store(hint + (lost // SIZE).to(tl.int64) * hint_stride + lost % SIZE, nowhere, mask=at + lane < wins)

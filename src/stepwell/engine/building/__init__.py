@@ -1,1 +1,1 @@
-"""From settings to a running engine: what they come to on this machine, and the two ways to put an engine together."""
+"""Builds a running engine from settings: resolves them for this machine, then builds it on one rank or on several."""

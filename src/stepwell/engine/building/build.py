@@ -1,4 +1,4 @@
-"""From a checkpoint and sizes to a running engine: the one place that names concrete classes."""
+"""Builds a running engine from a checkpoint and settings. The only place that names concrete classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stepwell.engine.building.phases import phase
 from stepwell.engine.building.settings import (
     EngineConfig,
     attach_store,
-    check_room,
+    check_fits,
     check_settings,
     device_bytes_of,
     device_of,
@@ -59,11 +59,15 @@ from stepwell.transfer.torch_memory import PinnedAhead, TorchMemory
 
 log = logging.getLogger(__name__)
 
-_WITHOUT_BUFFERS = ("log", "shared-log", "memory")  # need not know the host tier's memory: opened before there is one
+_WITHOUT_BUFFERS = (
+    "log",
+    "shared-log",
+    "memory",
+)  # stores that do not use the host tier's memory, and are opened before it exists
 
 
 def load_engine(model: str, **settings: Any) -> Engine:
-    """An engine for a checkpoint by path or name. Raises ConfigError for settings that are not known or cannot work."""
+    """An engine for a checkpoint by path or name. Raises ConfigError for settings that are unknown or cannot work."""
     known = [each.name for each in fields(EngineConfig)]
     if unknown := sorted(settings.keys() - set(known)):
         raise ConfigError(f"unknown setting(s) {', '.join(unknown)}; known: {', '.join(known)}")
@@ -71,7 +75,7 @@ def load_engine(model: str, **settings: Any) -> Engine:
 
 
 def open_and_build(model: str, config: EngineConfig) -> tuple[Checkpoint, Engine]:
-    """A checkpoint by path or name, and an engine for it. What is wrong with the settings is said before weights are read.
+    """A checkpoint by path or name, and an engine for it. Settings are checked before weights are read.
 
     Raises ConfigError or StoreError, and then holds nothing.
     """
@@ -98,11 +102,10 @@ def build_engine(
     checkpoint: Checkpoint, config: EngineConfig, *, draft: Checkpoint | None = None, store: Store | None = None,
     tuning: CacheTuning | None = None, kernels: Kernels | None = None,
 ) -> Engine:  # fmt: skip
-    """Loads the weights, takes the memory, opens the store. The engine closes what it opened or was given.
+    """Loads the weights, allocates memory, opens the store. The engine closes what it opened or was given.
 
-    `draft` is the checkpoint that `config.draft` names, and `store` the store that `config.store` does, where they are open
-    already. `tuning` is for tests, and `kernels` for benchmarks: those of the model, in place of what `config.kernels` names.
-    Should it raise, the store is still the caller's.
+    `draft` and `store`: those that `config.draft` and `config.store` name, if already open. `tuning` is for tests. `kernels`
+    is for benchmarks, and replaces what `config.kernels` names. If this raises, the caller still owns the store.
     """
     device, dtype, most = device_of(config), dtype_of(config), most_context(config, checkpoint)
     host_bytes = host_bytes_of(config)
@@ -121,7 +124,7 @@ def build_engine(
         )
         loaded = _load_draft(config, model, checkpoint, draft)
     spec = model.spec if loaded is None else replace(model.spec, states=(*model.spec.states, *loaded.states))
-    spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # of the cache alone: passes see the device's pages
+    spec = spec.with_checkpoint_dtype(config.checkpoint_dtype)  # concerns the cache only: passes use the device's pages
     device_bytes = device_bytes_of(config, device)
     chosen = write_for(config, device_bytes, store)
     cache_config = CacheConfig(
@@ -132,12 +135,12 @@ def build_engine(
         placement=config.placement,
         memory_quotas=config.memory_quotas,
         vocab_size=model.vocab_size,
-        hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # nobody has more
+        hot_rows=min(HOT_ROWS if config.hot_rows is None else config.hot_rows, most),  # no request has more
     )
     if spec.spill is not None and ahead is not None:
         ahead.take()
-        ahead = None  # rows that spill want other sizes: this is released before they are looked at
-    check_room(cache_config if ahead is None else replace(cache_config, host_bytes=None), [device])
+        ahead = None  # rows that spill need other sizes: releases this before computing them
+    check_fits(cache_config if ahead is None else replace(cache_config, host_bytes=None), [device])
     limits, sizes = limits_for(config), None
     if spec.spill is not None:
         sizes = Sizes.of(spec, cache_config, requests=limits.max_running, selected=model.selected, max_context=most)
@@ -158,7 +161,7 @@ def build_engine(
     except BaseException:
         cache.close()
         raise
-    cache.hand_over()  # to whoever will run the engine, on whatever thread
+    cache.hand_over()  # the thread that runs the engine may be another
     return Engine(
         Runner(model, DevicePages(model.spec, rows, inside=None if loaded is None else spec, spilling=spilling)),
         cache,
@@ -177,7 +180,7 @@ def _spilling(
     spec: ModelSpec, rows: Mapping[Kind, torch.Tensor], memories: Mapping[Tier, PageMemory | TorchMemory], cache: Cache,
     sizes: Sizes, kernels: Kernels,
 ) -> Spilling:  # fmt: skip
-    assert cache.row_pages is not None, "a cache whose rows may spill says where they are"
+    assert cache.row_pages is not None, "a cache whose rows may spill must have row pages"
     host = as_tensor(memories[Tier.HOST], Kind.PREFIX)
     return Spilling(
         spec, rows, host, cache.row_pages, sizes, resolve=kernels.resolve, fetch=kernels.fetch, read=kernels.read_spilled,
@@ -186,7 +189,7 @@ def _spilling(
 
 
 def _load_draft(config: EngineConfig, model: Decoder, checkpoint: Checkpoint, opened: Checkpoint | None) -> LoadedDraft | None:
-    """What `config` says is to guess tokens for a model. Raises ConfigError for what cannot."""
+    """The draft that `config` names for a model. Raises ConfigError if it cannot work."""
     if config.draft is None and opened is None:
         return None
     check_target(model.spec)
@@ -236,7 +239,7 @@ def _cache(
         arrivals=None if by_layers is None else by_layers.events_for,
     )  # fmt: skip
     if by_layers is not None:
-        by_layers.on_arriving = cache.wake  # a pass may begin then
+        by_layers.on_arriving = cache.wake  # then a pass may begin
     return cache
 
 
@@ -259,7 +262,7 @@ def _memories(
 
 
 def _host_ahead(config: EngineConfig, device: str, size_bytes: int | None) -> PinnedAhead | None:
-    """The host tier of an engine on a GPU, taken while its weights are read. Raises ConfigError where it does not fit."""
+    """The host tier of an engine on a GPU, allocated while weights are read. Raises ConfigError if it does not fit."""
     if device == "cpu" or config.host_block is not None or size_bytes is None:
         return None
     must_fit(size_bytes, settings="host_memory")

@@ -1,4 +1,4 @@
-"""An engine whose model is in worker processes, one for each rank: the one place that names what it is made of."""
+"""Builds an engine whose model is in worker processes, one for each rank. The only place that names its concrete classes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from stepwell.transfer.copy_engine import PageMemory
 
 
 def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store: Store | None) -> Engine:
-    """Starts the workers, and waits until they have loaded. Their host memory is one, of whole rows, whatever their number.
+    """Starts the workers, and waits until they have loaded. All share one host tier, which holds unsplit rows.
 
-    Should it raise, nothing of it is left, and the store is still the caller's.
+    If this raises, it leaves nothing running, and the caller still owns the store.
     """
     count, device, dtype, devices = config.tensor_parallel, device_of(config), dtype_of(config), rank_devices(config)
     most = most_context(config, checkpoint)
@@ -71,7 +71,7 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
             shared_by=count, tuning=tuning,
             host_pages=[] if host is None else [PageMemory(spec, layouts[Tier.HOST], host.view)],
         )  # fmt: skip
-        opened = undo.enter_context(ExitStack())  # closed behind the cache, which may still write to it
+        opened = undo.enter_context(ExitStack())  # closed after the cache, which may still write to it
         undo.callback(cache.close)
         attached = attach_store(cache, config, store)
         if attached is not None and attached is not store:
@@ -91,9 +91,9 @@ def build_ranked(model: str, checkpoint: Checkpoint, config: EngineConfig, store
 
 
 def held_by_all(device_bytes: int, spec: ModelSpec, share: ModelSpec) -> int:
-    """What the host needs for all that ranks hold on so many bytes each: it has whole rows, and a rank its share of them.
+    """The host memory for everything that ranks hold in `device_bytes` each: the host has whole rows, a rank its share of them.
 
-    Told by prefix pages, which are most of what is held, where the model has any.
+    Computed from the sizes of prefix pages, which take most of the memory, if the model has any.
     """
     kinds = (Kind.PREFIX,) if share.object_bytes(Kind.PREFIX) else tuple(Kind)
     whole_bytes, share_bytes = (sum(each.object_bytes(kind) for kind in kinds) for each in (spec, share))

@@ -1,6 +1,6 @@
-"""Settings of an engine, and what they come to on this machine: which device and numbers, how much memory.
+"""The settings of an engine, and their values on this machine: device, dtypes, sizes of memory.
 
-Reads no weights and takes no memory. What can work with no model is refused here, before either.
+Reads no weights and allocates no memory. Refuses settings that cannot work with any model before either happens.
 """
 
 from __future__ import annotations
@@ -37,53 +37,57 @@ from stepwell.transfer.copy_engine import free_bytes, must_fit
 
 log = logging.getLogger(__name__)
 
-CUDA_SHARE = 0.88  # of what is free on a GPU once the weights are there; passes need room of their own
-CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # a GPU is busy with so many tokens, and waits for fewer
+CUDA_SHARE = 0.88  # of the GPU memory that is free after loading weights; passes need the rest
+CUDA_LIMITS = Limits(max_running=64, chunk_tokens=8192)  # enough tokens in a pass to keep a GPU busy
 CPU_DEVICE_BYTES = 2 * 2**30
 _ONE_RANK_ONLY = ("checkpoint_dtype", "draft", "sparse")
-_DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one way to write each: equal ones are the same GPU
+_DEVICE = re.compile("cpu|cuda(?::(0|[1-9][0-9]*))?")  # one spelling per device, so equal strings mean the same GPU
 _NEEDS_HOST = "a store needs a host tier above it: give host_memory, or leave `store` out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Sizes and choices of an engine. Memory in bytes or as people write it (`8GiB`, and for `device_memory` also `70%` of what
-    the weights leave); None for a sensible default.
+    """The settings of an engine. Memory is in bytes or as `8GiB`; for `device_memory` also as `70%` of the memory that weights
+    leave. None means a sensible default.
 
     `0` and `none` for `host_memory` or `store` mean no such tier.
     """
 
-    device: str = "auto"  # or cpu, cuda, cuda:NUMBER; with several ranks also one for each, as in cuda:2,cuda:3
+    device: str = "auto"  # or cpu, cuda, cuda:NUMBER; with several ranks also one device for each, as in cuda:2,cuda:3
     dtype: str = "auto"
-    kv_dtype: str | None = None  # what attention rows are kept in: as `dtype`, or fp8 where the model has such rows
-    checkpoint_dtype: str | None = None  # int8 or fp8: checkpoints on the host and in the store have errors then; None: exact
-    kernels: str = "auto"  # or torch, or flashinfer: what runs the operations of a pass
-    compile_in_background: bool = False  # kernels that are not compiled yet, while plain torch runs in their place
+    kv_dtype: str | None = None  # the dtype of attention rows: as `dtype`, or fp8 if the model supports it
+    checkpoint_dtype: str | None = (
+        None  # int8 or fp8 for checkpoints on the host and in the store, which are then inexact; None: exact
+    )
+    kernels: str = "auto"  # or torch, or flashinfer
+    compile_in_background: bool = False  # compiles missing kernels while plain torch runs in their place
     page_tokens: int | None = None
-    max_context: int | None = None  # tokens of a prompt and its answer; None for what the model and the memory allow
+    max_context: int | None = None  # tokens of a prompt and its answer; None: as the model and the memory allow
     device_memory: str | int | None = None
     host_memory: str | int | None = None
-    store: str | None = None  # as in `log:DIR` or `mooncake:FILE`
+    store: str | None = None  # such as `log:DIR` or `mooncake:FILE`
     store_options: Mapping[str, str] = field(default_factory=dict)
     store_config: StoreConfig = field(default_factory=StoreConfig)
-    write: WritePolicy | None = None  # None: by the sizes of the tiers (`write_for`)
-    durable: bool = True  # what is committed goes soon to a store that outlives the process; False: tiers repeat less
+    write: WritePolicy | None = None  # None: chosen by the sizes of the tiers (`write_for`)
+    durable: bool = (
+        True  # writes committed pages soon to a store that outlives the process; False: fewer duplicates between tiers
+    )
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     memory_quotas: Mapping[str, float] = field(default_factory=dict)  # shares of each memory tier, by tenant
-    limits: Limits | None = None  # None for what suits the device
-    layerwise: bool = True  # on CUDA, on one rank: a pass may begin while its pages are copied, and waits for each layer
-    draft: str | None = None  # a checkpoint that guesses tokens ahead, or `mtp` for the model's own layers that do
-    draft_tokens: int = 4  # guessed in one pass
-    draft_max_running: int = 16  # requests that decode at once, above which nothing is guessed
-    sparse: str | None = None  # what picks the tokens that answers look at: quest or clusterkv, or dsa for a model's own index
-    sparse_budget: int | None = None  # how many tokens are picked; None: 2,048
-    # Rows of each layer that a request keeps on the device once others are on the host alone. None: 4,096 with dsa; with another
-    # selector rows stay on the device.
+    limits: Limits | None = None  # None: by device
+    layerwise: bool = True  # on CUDA, on one rank: a pass may begin while its pages load, and waits layer by layer
+    draft: str | None = None  # a checkpoint that drafts tokens, or `mtp` for the model's own draft layers
+    draft_tokens: int = 4  # per pass
+    draft_max_running: int = 16  # no drafts with more decoding requests than this
+    sparse: str | None = None  # selects the tokens that answers attend to: quest or clusterkv, or dsa for a model's own index
+    sparse_budget: int | None = None  # tokens selected; None: 2,048
+    # Rows of each layer that a request keeps on the device while others are on the host only. None: 4,096 with dsa; with other
+    # selectors all rows stay on the device.
     hot_rows: int | None = None
-    tensor_parallel: int = 1  # ranks that compute the model together, each in a process of its own, with its device memory
-    restart_workers: bool = False  # ranks that are lost are started anew; else the engine then computes nothing any more
+    tensor_parallel: int = 1  # ranks, each a process with its own device memory
+    restart_workers: bool = False  # restarts all ranks when one is lost; otherwise the engine stops computing
     worker_limits: WorkerLimits = field(default_factory=WorkerLimits)
-    host_block: Callable[[int], InheritedBlock] | None = None  # makes the host tier's memory, for others to map too
+    host_block: Callable[[int], InheritedBlock] | None = None  # makes the host tier's memory, so that other processes can map it
 
     def __post_init__(self) -> None:
         if is_none(self.store):
@@ -91,18 +95,18 @@ class EngineConfig:
 
     @property
     def picks(self) -> Sparse | None:
-        """What picks, checked. Raises ConfigError."""
+        """The checked settings of the selector. Raises ConfigError."""
         if self.sparse is None and self.sparse_budget is not None:
-            raise ConfigError("sparse_budget says how many tokens a selector picks: name one with `sparse`")
+            raise ConfigError("sparse_budget is the number of tokens that a selector picks: name one with `sparse`")
         if self.sparse is None and self.hot_rows is not None:
-            raise ConfigError("hot_rows are for rows that are picked: name what picks them with `sparse`, or leave hot_rows out")
+            raise ConfigError("hot_rows needs sparse attention: name a selector with `sparse`, or leave hot_rows out")
         if self.sparse is None:
             return None
         return Sparse(selector=self.sparse, budget=self.sparse_budget, hot_rows=self.hot_rows is not None)
 
 
 def check_settings(config: EngineConfig) -> None:
-    """Raises ConfigError for settings that can work with no model on this machine. Takes nothing."""
+    """Raises ConfigError for settings that cannot work with any model on this machine. Allocates nothing."""
     device, dtype = device_of(config), dtype_of(config)
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"`dtype` must be one of auto, {', '.join(TORCH_DTYPES)}; got {dtype!r}")
@@ -117,9 +121,10 @@ def check_settings(config: EngineConfig) -> None:
     if config.max_context is not None and config.max_context < 2:
         raise ConfigError(f"max_context must be at least 2, a token and its answer; got {config.max_context}")
     devices = rank_devices(config)
-    least_bytes = min(device_bytes_of(config, each) for each in set(devices))  # each rank takes what the one with least can
+    # All ranks allocate as much as the one with the least memory.
+    least_bytes = min(device_bytes_of(config, each) for each in set(devices))
     sizes = CacheConfig(device_bytes=least_bytes, host_bytes=host_bytes_of(config))
-    check_room(sizes, devices)
+    check_fits(sizes, devices)
     if config.store is not None:
         find_opener(config.store)
         if sizes.host_bytes is None:
@@ -131,7 +136,7 @@ def check_settings(config: EngineConfig) -> None:
 
 
 def _check_sparse(config: EngineConfig) -> None:
-    """Raises ConfigError for a selector that is not known, and where rows could spill to nowhere."""
+    """Raises ConfigError for an unknown selector, and if rows would have no tier to spill to."""
     picks = config.picks
     if picks is None or not picks.spills:
         return
@@ -147,18 +152,18 @@ def _check_sparse(config: EngineConfig) -> None:
 
 
 def _check_checkpoints(config: EngineConfig) -> None:
-    """Raises ConfigError for a format that is not known, and where nothing would be kept in it."""
+    """Raises ConfigError for an unknown format, and if no tier would use it."""
     if config.checkpoint_dtype is None:
         return
     Narrow(dtype=config.checkpoint_dtype)
     if host_bytes_of(config) is None:
         raise ConfigError(
-            "checkpoint_dtype says how checkpoints are kept in a host tier and below: give host_memory, or leave it out"
+            "checkpoint_dtype is the format of checkpoints in the host tier and below: give host_memory, or leave it out"
         )
 
 
 def _check_ranks(config: EngineConfig) -> None:
-    """Raises ConfigError for what ranks in several processes cannot do."""
+    """Raises ConfigError for settings that ranks in several processes do not support."""
     if config.tensor_parallel < 1:
         raise ConfigError(f"tensor_parallel must be at least 1, got {config.tensor_parallel}")
     plain = EngineConfig()
@@ -173,7 +178,7 @@ def _check_ranks(config: EngineConfig) -> None:
 
 
 def rank_devices(config: EngineConfig) -> tuple[str, ...]:
-    """The device of each rank. Raises ConfigError where there are too few."""
+    """The device of each rank. Raises ConfigError if there are too few."""
     device, count, named = device_of(config), config.tensor_parallel, config.device.split(",")
     if device == "cpu" or count == 1:
         return (device,) * count
@@ -198,7 +203,7 @@ def ranks_on_one(devices: Sequence[str]) -> int:
 
 
 def backend_for(devices: Sequence[str]) -> str:
-    """What connects ranks. NCCL refuses two on one GPU."""
+    """The backend that connects ranks. NCCL refuses two ranks on one GPU."""
     return "gloo" if "cpu" in devices or ranks_on_one(devices) > 1 else "nccl"
 
 
@@ -206,7 +211,7 @@ def backend_for(devices: Sequence[str]) -> str:
 
 
 def device_of(config: EngineConfig) -> str:
-    """Where there is one for each rank, that of the first. Raises ConfigError for what is not there."""
+    """The device; with one for each rank, that of rank 0. Raises ConfigError for a device that does not exist."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     named = config.device.split(",")
@@ -237,7 +242,7 @@ def dtype_of(config: EngineConfig) -> str:
 
 
 def device_bytes_of(config: EngineConfig, device: str, *, free: int | None = None) -> int:
-    """What each rank gets. `free` is what whoever has the device says is free there; ranks on one device share it."""
+    """The device memory of each rank. `free`: free bytes as reported by the device's process; ranks on one device share them."""
     if free is None:
         free = free_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
     free //= ranks_on_one(rank_devices(config))
@@ -260,7 +265,7 @@ def _share(text: str) -> float:
 
 
 def limits_for(config: EngineConfig) -> Limits:
-    """Those that were given, or what suits the device."""
+    """The configured limits, or defaults for the device."""
     return config.limits or (Limits() if device_of(config) == "cpu" else CUDA_LIMITS)
 
 
@@ -270,8 +275,8 @@ def host_bytes_of(config: EngineConfig) -> int | None:
     return parse_tier(config.host_memory, "host_memory")
 
 
-def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
-    """Raises ConfigError, saying what would fit, before memory is taken that is not there. `devices` has one for each rank."""
+def check_fits(config: CacheConfig, devices: Sequence[str]) -> None:
+    """Raises ConfigError, with the sizes that would fit, before any memory is allocated. `devices` has one for each rank."""
     needed, each_bytes = config.host_bytes or 0, config.device_bytes or 0
     for device, ranks in Counter(devices).items():
         if device == "cpu":
@@ -286,7 +291,7 @@ def check_room(config: CacheConfig, devices: Sequence[str]) -> None:
 
 
 def most_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Tokens a request may have if memory holds them. Raises ConfigError for more than the model's positions were made for."""
+    """The most tokens of a request if memory holds them. Raises ConfigError for more than the model's positions allow."""
     if config.max_context is None:
         return checkpoint.max_context
     if config.max_context > checkpoint.max_context:
@@ -295,7 +300,7 @@ def most_context(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 
 def must_hold(config: EngineConfig, held: int) -> None:
-    """Raises ConfigError where a length was asked for that no request could have for lack of memory."""
+    """Raises ConfigError if memory cannot hold a request of the configured length."""
     if config.max_context is not None and held < config.max_context:
         raise ConfigError(
             f"max_context is {config.max_context}, and device memory holds a request of {held} tokens at most: "
@@ -308,9 +313,9 @@ def identity_of(checkpoint: Checkpoint, dtype: str, device: str, *named: str | N
 
 
 def write_for(config: EngineConfig, device_bytes: int, store: Store | None) -> WriteChoice:
-    """When pages go down, by the sizes of the tiers unless the operator says. Rows may spill once the host has them.
+    """The write policy: as configured, or by the sizes of the tiers. Rows may spill once the host has them.
 
-    `device_bytes` is what the host would need for all that the device tier holds, on however many ranks.
+    `device_bytes` is the host memory that everything in the device tier would need, over all ranks.
     """
     picks, size = config.picks, None if store is None else size_of(store)
     chosen = choose_write(

@@ -25,7 +25,7 @@ from stepwell.engine.passes.paging import Paging, Singles
 from stepwell.engine.passes.step_groups import StepGroups
 
 PAGES_STEP = 16  # by which page tables grow
-MOST_RECORDINGS = 64
+MAX_GRAPHS = 64
 
 Shape = tuple[
     int, ...
@@ -156,7 +156,7 @@ class Graphs:
         # time a third pass is queued, the first has ended.
         self._recent: deque[Still] = deque(maxlen=2)
         self._reads_tables = True  # until a step has shown that the model's attention reads pages
-        self._most = MOST_RECORDINGS
+        self._most = MAX_GRAPHS
         self._pool = torch.cuda.graph_pool_handle()
         self._side = torch.cuda.Stream(model.device)  # one for all: memory of the pool is reused only on its own stream
 
@@ -181,7 +181,7 @@ class Graphs:
         self._free()
         return True
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Frees all captured graphs: steps run by other kernels from now on, and are captured anew. Nothing may run."""
         self._free()
         self._refused.clear()

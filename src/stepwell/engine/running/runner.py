@@ -98,7 +98,7 @@ class Passes(Protocol):
         """After a pass that ran out of memory: frees captured graphs. False if there are none, and nothing would be gained."""
         ...
 
-    def tend(self) -> bool:
+    def poll(self) -> bool:
         """Before each step: whether passes can run now. Raises PassesLost once for each loss; `end` follows."""
         ...
 
@@ -179,11 +179,11 @@ class Runner:
         """Whether a pass may begin before the host has read the result of the previous one."""
         return self._steady
 
-    def tend(self) -> bool:
+    def poll(self) -> bool:
         """Also switches passes to kernels that were compiled meanwhile, and drops graphs captured with others."""
         if self.model.kernels.settle() and self._graphs is not None:
             self.wait()
-            self._graphs.forget()
+            self._graphs.clear()
         return True
 
     def end(self) -> None:

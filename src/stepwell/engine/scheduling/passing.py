@@ -33,7 +33,7 @@ class Passing:
         self._failed_kernels = 0
         self._chunks: Sequence[Chunk] = ()  # of the pass that was begun last
 
-    def forget(self, *, kernels: bool = False) -> None:
+    def drop(self, *, kernels: bool = False) -> None:
         """Drops the pass in flight. `kernels`: also the failures of kernels, for others run from now on."""
         self.unread = None
         if kernels:

@@ -1,6 +1,6 @@
-"""From what is asked to a request: whether this engine can hold it, what it may name, and how long it may get.
+"""Checks a submitted request against what this engine can hold, and makes the engine's `Request` of it.
 
-Queues nothing, and changes nothing but the last number that it gave.
+Queues nothing, and changes nothing but the counter of request numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RequestBuilder:
         self, cache: Cache, text: Text | None, facts: Facts, clock: Clock, *, chunk_tokens: int, max_context: int, max_alone: int,
         eos_ids: frozenset[int],
     ) -> None:  # fmt: skip
-        """`max_alone`: what `max_context` is without the cache, for such requests do not spill."""
+        """`max_alone`: the limit for requests that do not use the cache, and so do not spill."""
         self._cache = cache
         self._text = text
         self._facts = facts
@@ -34,16 +34,16 @@ class RequestBuilder:
         self._max_alone = max_alone
         self._eos_ids = eos_ids
         self._last_id = 0
-        self._longest: dict[int, int] = {}  # tokens that a request may have, by pages of it that may spill
+        self._longest: dict[int, int] = {}  # the most tokens of a request, by the number of its pages that may spill
 
     def build(self, submitted: GenerateRequest) -> Request:
-        """A request with a number of its own. Raises ConfigError or BadTokens."""
+        """A request with a new number. Raises ConfigError or BadTokens."""
         sampling = submitted.sampling
         if sampling.prompt_logprobs is not None:
             submitted = replace(submitted, use_cache=False)  # cached tokens are not computed, and would have no logprobs
         most = self.most_tokens(submitted)
-        room = most - len(submitted.tokens)
-        if room < 1 or (sampling.max_tokens or 0) > room:
+        free_tokens = most - len(submitted.tokens)
+        if free_tokens < 1 or (sampling.max_tokens or 0) > free_tokens:
             raise ConfigError(
                 f"{len(submitted.tokens)} prompt tokens and {sampling.max_tokens or 1} to come exceed the {most} "
                 f"that this server can hold; shorten the prompt or ask for less"
@@ -56,14 +56,14 @@ class RequestBuilder:
             raise BadTokens(f"stop_token_ids and logit_bias must name tokens from 0 to {self._facts.vocab_size - 1}")
         if sampling.stop and self._text is None:
             raise ConfigError("stop strings need a tokenizer, and this model has none")
-        keeps_on = sampling.ignore_eos and submitted.guide is None  # behind the end of a grammar nothing can come
+        keeps_on = sampling.ignore_eos and submitted.guide is None  # nothing can follow the end of a grammar
         self._last_id += 1
         arrived_s = submitted.arrived_s if submitted.arrived_s is not None else self._clock.now()
         return Request(
             id=self._last_id,
             submitted=submitted,
             namespace=self._cache.namespace_for(salt=submitted.salt, tenant=submitted.tenant),
-            max_tokens=sampling.most_tokens(room),
+            max_tokens=sampling.most_tokens(free_tokens),
             stream=self._text.stream(submitted.tokens, special=sampling.show_special) if self._text is not None else None,
             stops=StopFinder(sampling.stop),
             ends_on=frozenset(sampling.stop_token_ids) | (frozenset() if keeps_on else self._eos_ids),
@@ -75,13 +75,13 @@ class RequestBuilder:
         )
 
     def most_tokens(self, submitted: GenerateRequest) -> int:
-        """How many tokens a request may have in all: rows of answers that pick are not published, and stay on the device."""
+        """The most tokens of a request with its answer. Rows of sparse answers are not published, so they stay on the device."""
         selector = self._facts.selector
         if not submitted.use_cache or selector is None or self._cache.spec.spill is None:
             return self._max_context if submitted.use_cache else self._max_alone
         size = self._cache.spec.page_tokens
         pages = max(len(submitted.tokens), selector.count) // size
-        if pages not in self._longest:  # whole pages spill, so that there are few different answers
+        if pages not in self._longest:  # whole pages spill, so there are few different keys
             longest = longest_request(self._cache, self._chunk_tokens, spills_upto=pages * size, most=self._max_context)
             self._longest[pages] = longest
         return self._longest[pages]

@@ -28,7 +28,7 @@ MAX_FAILED_LEASES = 3  # after which a request computes its whole prompt, unpubl
 NO_ROOM = "the device tier has no space for this request, even alone; shorten it"
 Ahead = Callable[[Request, int], int]  # how many tokens may be guessed for a request, given the number of decoding ones
 HasRoom = Callable[[Request, int, list[Chunk]], bool]  # pages for a request up to a token, in addition to planned chunks
-TOLD_AT_ONCE = 256  # tokens of prompts whose logits a pass keeps: each keeps one vocabulary-sized row
+MAX_PROMPT_LOGPROBS = 256  # tokens of prompts whose logits a pass keeps: each keeps one vocabulary-sized row
 PROMPT_SHARE = 4  # the fraction of a pass that is kept for prompts is 1 / PROMPT_SHARE
 COMPARED = 32  # waiting requests that are put in order; the others keep their turn
 
@@ -238,7 +238,7 @@ class Scheduler:
                 chunks.append(Chunk(request=request, start=start, end=start + 1, ahead=ahead, arriving=loads))
         # Guesses are additional: prompts are divided as without them.
         budget = max(self.limits.chunk_tokens - len(chunks), self.limits.prompt_tokens)
-        told = TOLD_AT_ONCE
+        told = MAX_PROMPT_LOGPROBS
         for request in [each for each in running if len(each.tokens) - each.reached > 1]:
             if budget <= 0:
                 break

@@ -1,1 +1,1 @@
-"""Ranks as processes: what the scheduler's process tells workers, what a worker does with it, and what is told back."""
+"""Tensor parallelism: one worker process per rank, and the messages between the scheduler's process and the workers."""

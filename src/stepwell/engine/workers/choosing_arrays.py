@@ -1,9 +1,9 @@
-"""How tokens are chosen, as arrays of a message: a part of `messages.py`. No arrays where all are the likeliest.
+"""How tokens are chosen, as arrays of a message: a part of `messages.py`. Greedy passes have no such arrays.
 
 drawn      temperature of each row, then top-k, top-p and number of each
-rows       logprobs, given token, and how many ids and words its edit has, see `_COUNTS`; nothing where all are only drawn
-ids        of all edits, back to back: biased, repeated, used, forbidden, then words of what is allowed
-numbers    of all edits: repetition, reach of min-p, biases, penalties
+rows       logprobs, given token, and the number of ids and words of its edit, see `_COUNTS`; empty if no row needs any
+ids        of all edits, back to back: biased, repeated, used, forbidden, then the words of the allowed-token mask
+numbers    of all edits: repetition penalty, min-p, biases, other penalties
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def pack_choosing(ways: Sequence[Choosing]) -> list[Array]:
     drawn_only = edits.count(None) == given.count(None) == logprobs.count(None) == len(ways)
     drawn = [_LIKELIEST_DRAWN if each is None else each for each in draws] if None in draws else draws
     temperatures, top_k, top_p, numbers = zip(*drawn, strict=True)
-    told = [edit for edit in edits if edit is not None]
-    ids = [part for edit in told for part in (edit.biased, edit.repeated, edit.used, edit.forbidden, edit.allowed)]
-    values = [part for edit in told for part in (_two(edit), edit.biases, edit.penalties)]
+    present = [edit for edit in edits if edit is not None]
+    ids = [part for edit in present for part in (edit.biased, edit.repeated, edit.used, edit.forbidden, edit.allowed)]
+    values = [part for edit in present for part in (_two(edit), edit.biases, edit.penalties)]
     return [
         np.array([*temperatures, *[most or 0 for most in top_k], *top_p, *numbers], np.float64),
         _NO_ROWS if drawn_only else np.array([_row(way) for way in ways], np.int64).reshape(-1),
@@ -55,16 +55,16 @@ def _two(edit: Edit) -> Array:
 
 
 def read_choosing(arrays: Sequence[Array], count: int, *, vocab_size: int) -> list[Choosing]:
-    """For so many rows of logits. Raises ValueError for what makes no sense."""
+    """For `count` rows of logits. Raises ValueError if the arrays are inconsistent."""
     if not arrays:
         return [_LIKELIEST] * count
     if [each.dtype.str for each in arrays] != ["<f8", "<i8", "<i4", "<f8"]:
-        raise ValueError(f"a pass whose draws are other arrays than four, or of other numbers: {len(arrays)}")
+        raise ValueError(f"a pass must describe its draws in four arrays of known dtypes, got {len(arrays)}")
     drawn, rows, ids, numbers = arrays
     if drawn.size != count * 4 or rows.size not in (0, count * _COUNTS):
-        raise ValueError("a pass with more or fewer draws than rows of logits")
+        raise ValueError("a pass whose number of draws differs from its rows of logits")
     if not np.isfinite(drawn).all():
-        raise ValueError("a pass with draws by what are no numbers")
+        raise ValueError("a pass whose sampling parameters are no numbers")
     temperatures, top_k, top_p, draw_numbers = drawn.reshape(4, -1).tolist()
     most = [int(each) or None for each in top_k] if any(top_k) else [None] * count
     draws: list[Draw | None] = [*map(Draw._make, zip(temperatures, most, top_p, draw_numbers, strict=True))]
@@ -86,7 +86,7 @@ class _Reader:
 
     def way(self, draw: Draw | None, logprobs: int, given: int, is_edited: int, *counts: int) -> Choosing:
         if min(counts) < 0 or not _NONE <= given < self._vocab_size or counts[-1] not in (0, words_for(self._vocab_size)):
-            raise ValueError(f"a pass with an edit of {counts} ids, or a token {given} that is not there")
+            raise ValueError(f"a pass with an edit of {counts} ids, or a given token {given} outside the vocabulary")
         return Choosing(
             draw=draw,
             edit=self._edit(*counts) if is_edited else None,
@@ -105,16 +105,16 @@ class _Reader:
 
     def must_be_done(self) -> None:
         if any(left.size for left in self._left.values()):
-            raise ValueError("a pass with more edits than it says")
+            raise ValueError("a pass with more edits than its counts declare")
 
     def _ids(self, count: int) -> Array:
         ids = self._take("ids", count)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
-            raise ValueError(f"a pass whose edits name tokens that are not there: {ids[:8]}")
+            raise ValueError(f"a pass whose edits name tokens outside the vocabulary: {ids[:8]}")
         return ids
 
     def _take(self, what: str, count: int) -> Array:
         taken, self._left[what] = self._left[what][:count], self._left[what][count:]
         if len(taken) < count:
-            raise ValueError(f"a pass with fewer {what} of edits than it says")
+            raise ValueError(f"a pass with fewer {what} of edits than its counts declare")
         return taken

@@ -1,14 +1,14 @@
-"""What the scheduler's process and its workers tell each other, as messages: page ids and numbers, never bytes of pages.
+"""The messages between the scheduler's process and its workers. They carry page ids and numbers, never bytes of pages.
 
     scheduler    setup, memory          what to load, and how much memory for device pages
                  run, copy              a pass, a plan of copies
-    worker       loaded, ready          answers to the first two
-                 chosen, copied         answers to the others; tokens come from the first rank alone. With the number of the
-                                        pass, and how many collectives were called until then: ranks that differ are not in step
-                 broke                  a pass failed, and the rank can go on if all are in step
-                 failed                 it cannot go on, and ends
+    worker       loaded, ready          replies to the first two
+                 chosen, copied         replies to the others; only rank 0 sends tokens. Each carries the number of the
+                                        pass and of the collectives called so far: ranks whose numbers differ are out of step
+                 broke                  a pass failed; the rank can continue if all are in step
+                 failed                 the rank cannot continue, and exits
 
-What comes out of a message was looked at: counts add up, pages are inside their memory. Raises ValueError where they are not.
+Messages are checked as they are read: counts add up, page ids are within their memory. Otherwise ValueError.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ LOADED, READY, CHOSEN, BROKE, COPIED, FAILED = "loaded", "ready", "chosen", "bro
 # ---- what was chosen ----------------------------------------------------------------------------
 
 
-class ToTell(Protocol):
-    """What was chosen from rows of logits: `Choices` of a model, for one."""
+class SampledTokens(Protocol):
+    """What was chosen from rows of logits, such as the `Choices` of a model."""
 
     @property
     def tokens(self) -> Sequence[int]:
-        """NAN_LOGITS for a row that holds something else than numbers."""
+        """NAN_LOGITS for a row with NaN logits."""
         ...
 
     @property
     def tokens_alone(self) -> bool:
-        """Whether there is nothing else to tell."""
+        """Whether the tokens are all there is to send."""
         ...
 
     def of(self, row: int) -> Chosen | None: ...
 
 
 class ChosenTokens:
-    """The same behind a message; logprobs by row where some were asked for."""
+    """The same as read from a message; logprobs by row if any were requested."""
 
     def __init__(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None] | None = None) -> None:
         self.tokens = tokens
@@ -60,15 +60,15 @@ class ChosenTokens:
         return self._logprobs is None
 
     def of(self, row: int) -> Chosen | None:
-        """None for a row that holds something else than numbers: nothing can be chosen from it."""
+        """None for a row with NaN logits: nothing can be chosen from it."""
         token = self.tokens[row]
         if token == NAN_LOGITS:
             return None
         return Chosen(token) if self._logprobs is None else Chosen(token, self._logprobs[row])
 
 
-def pack_chosen(choices: ToTell) -> list[Array]:
-    """One entry a row of logits in each of them, but for alternatives."""
+def pack_chosen(choices: SampledTokens) -> list[Array]:
+    """Each array has one entry per row of logits, except the alternatives."""
     if choices.tokens_alone:
         return [np.array(choices.tokens, np.int32)]
     chosen = [choices.of(row) for row in range(len(choices.tokens))]
@@ -85,13 +85,13 @@ def pack_chosen(choices: ToTell) -> list[Array]:
 
 
 def read_chosen(message: Message, *, vocab_size: int) -> ChosenTokens:
-    """Logprobs come with them where somebody asked for one."""
+    """With logprobs if any request wants them."""
     arrays, kinds = message.arrays, [each.dtype.str for each in message.arrays]
     if kinds not in (["<i4"], ["<i4", "<f8", "<i4", "<i4", "<i4", "<f8"]):
-        raise ValueError(f"an answer in numbers of other kinds: {kinds}")
+        raise ValueError(f"an answer with arrays of unexpected dtypes: {kinds}")
     tokens = arrays[0].tolist()
     if tokens and not NAN_LOGITS <= min(tokens) <= max(tokens) < vocab_size:
-        raise ValueError(f"tokens that are not there: {tokens[:8]} of {vocab_size}")
+        raise ValueError(f"tokens outside the vocabulary of {vocab_size}: {tokens[:8]}")
     return ChosenTokens(tokens, None if len(arrays) == 1 else _logprobs(tokens, arrays[1:], vocab_size))
 
 
@@ -102,22 +102,22 @@ def _logprobs(tokens: Sequence[int], arrays: Sequence[Array], vocab_size: int) -
     values, ranks, counts, top_tokens, top_values = (each.tolist() for each in arrays)
     lengths_agree = len(tokens) == len(values) == len(ranks) == len(counts)
     if not lengths_agree or sum(counts) != len(top_tokens) or len(top_tokens) != len(top_values):
-        raise ValueError("an answer whose parts are not of one length")
+        raise ValueError("an answer whose parts are not of equal length")
     found: list[TokenLogprob | None] = []
     start = 0
     for token, value, rank, count in zip(tokens, values, ranks, counts, strict=True):
         top = tuple(zip(top_tokens[start : start + count], top_values[start : start + count], strict=True))
-        is_told = value == value  # not a number where none was asked for
-        found.append(TokenLogprob(token=token, logprob=value, rank=rank, top=top) if is_told else None)
+        is_sent = value == value  # NaN where no logprob was requested
+        found.append(TokenLogprob(token=token, logprob=value, rank=rank, top=top) if is_sent else None)
         start += count
     return found
 
 
 def read_kernels(message: Message, name: str) -> dict[str, str]:
-    """Words on operations, by their names. None where nothing is said."""
+    """Strings by operation name. Empty if the message has no such field."""
     given = message.fields.get(name, {})
     if not isinstance(given, dict) or not all(isinstance(each, str) for each in given.values()):
-        raise ValueError(f"{message.kind}: {name} are no words on operations")
+        raise ValueError(f"{message.kind}.{name} must map operation names to strings")
     return given
 
 
@@ -136,7 +136,7 @@ def pack_plan(plan: Plan) -> Message:
 def read_plan(message: Message, *, pages: Mapping[Tier, Counts]) -> Plan:
     sides = message.fields.get("copies")
     if not isinstance(sides, list) or len(message.arrays) != 2 * len(sides):
-        raise ValueError("a plan whose copies are not of one length")
+        raise ValueError("a copy plan whose arrays are not of equal length")
     copies = []
     for at, side in enumerate(sides):
         match side:
@@ -148,7 +148,7 @@ def read_plan(message: Message, *, pages: Mapping[Tier, Counts]) -> Plan:
             case _:
                 raise ValueError(f"a copy between {side!r:.80}")
         if len(spans[0].ids) != len(spans[1].ids) or {Tier.HOST} == {span.tier for span in spans}:
-            raise ValueError("a copy that no rank can make")
+            raise ValueError("a copy that ranks cannot run")
         copies.append(Copy(source=spans[0], target=spans[1]))
     awaited = message.fields.get("awaited")
     return Plan(
@@ -158,6 +158,6 @@ def read_plan(message: Message, *, pages: Mapping[Tier, Counts]) -> Plan:
 
 def _span(tier: Tier, kind: Kind, ids: Array, pages: Mapping[Tier, Counts]) -> Span:
     if tier not in pages or kind not in CACHED_KINDS:
-        raise ValueError(f"a copy of {kind.label} pages of a tier that is not here")
+        raise ValueError(f"a copy of {kind.label} pages of a tier that the rank does not have")
     must_be_below(ids, pages[tier].get(kind, 0), f"{kind.label} pages")
     return Span(tier=tier, kind=kind, ids=ids)

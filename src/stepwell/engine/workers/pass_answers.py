@@ -1,4 +1,4 @@
-"""What ranks have answered to one pass, and what that comes to. Waits for nobody."""
+"""The answers of all ranks to one pass. Never blocks."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from stepwell.jobs.channel import Message
 
 
 class PassAnswers:
-    """Of one pass after the other, by number. `open` from when one is given out until every rank has answered it."""
+    """Holds one pass at a time, by number. `open` from when it is sent until every rank has answered."""
 
     __slots__ = ("_answers", "_size", "number", "open")
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._answers: dict[int, Message] = {}
-        self.number = 0  # of the last pass
+        self.number = 0  # of the latest pass
         self.open = False
 
     def begin(self) -> None:
-        """The last pass is given out now."""
+        """Opens the next pass, which is being sent now."""
         self._answers, self.open = {}, True
 
     def drop(self) -> None:
-        """Nobody will answer it: it was not given out, or to ranks that are no more."""
+        """Closes the pass without answers: it was not sent, or its ranks have ended."""
         self._answers, self.open = {}, False
 
     def add(self, rank: int, message: Message) -> None:
-        """Raises ValueError for an answer to something else."""
-        number, _ = message.counts(2)  # and calls of collectives
+        """Raises ValueError for an answer to any other pass."""
+        number, _ = message.counts(2)  # the second is the number of collective calls
         if number != self.number or not self.open or rank in self._answers:
-            raise ValueError(f"what came of pass {number}, and it is at {self.number}")
+            raise ValueError(f"an answer to pass {number} during pass {self.number}")
         self._answers[rank] = message
         self.open = len(self._answers) < self._size
 
@@ -44,10 +44,10 @@ class PassAnswers:
 
     @property
     def broke(self) -> Sequence[int]:
-        """Ranks on which it failed."""
+        """Ranks on which the pass failed."""
         return [rank for rank, each in sorted(self._answers.items()) if each.kind == BROKE]
 
     @property
     def in_step(self) -> bool:
-        """Whether all called equally many collectives: then they can go on with the next pass."""
+        """Whether all ranks called the same number of collectives: only then can they run the next pass."""
         return len({each.numbers[1] for each in self._answers.values()}) == 1

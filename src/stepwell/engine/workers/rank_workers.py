@@ -2,10 +2,10 @@
 
     starting    every rank loads its shard, then gets memory for its pages
     running     passes and copies
-    down        a rank was lost, and all were ended. New ones are started, where that was asked for
+    down        a rank was lost, and all were ended. With restart_workers, new ones are started
 
-Nothing here waits for a worker without an end: one that ended, is stopped, or does not come back from a pass is lost. All on the
-engine's thread.
+Every wait for a worker has a limit: one that exited, is stopped, or does not answer a pass in time is lost. All on the engine's
+thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from stepwell.jobs.processes import END_S, Processes, RankLost
 
 log = logging.getLogger(__name__)
 
-MOST_STARTS = 3  # in a row that come to nothing: then it stays down
-_LOOK_S = 0.25  # between two looks at who lives, while a pass is waited for
+MOST_STARTS = 3  # failed starts in a row, after which the ranks stay down
+_LOOK_S = 0.25  # between liveness checks, while waiting for a pass
 _START_LOOK_S = 0.02
-_STARTS_SLOWLY = 3  # times as long may ranks be silent that start: libraries that are loaded stop all threads of theirs
-IN_STEP_S = 5.0  # after a pass failed on one rank, for the others to come back from it: else they wait for it in a collective
+_STARTS_SLOWLY = 3  # factor on `silent_s` during a start: loading libraries stops all threads of a rank
+IN_STEP_S = 5.0  # for the other ranks to answer after one failed: without an answer they wait for it in a collective
 
 
 class _Stage(Enum):
@@ -61,10 +61,10 @@ class RankWorkers:
         self._start_deadline_s = inf
         self._failed_starts = 0
         self._packer = PassPacker()
-        self._answers = PassAnswers(setup.size)  # to the last pass
+        self._answers = PassAnswers(setup.size)  # to the latest pass
         self._device_bytes: int | None = None
         self._vocab_size: int | None = None
-        self.kernels = Report()  # what runs each operation, of all ranks
+        self.kernels = Report()  # what runs each operation, over all ranks
         self.copies = RankedCopies(self)
         self.losses = 0
         self.last_loss: str | None = None
@@ -99,10 +99,10 @@ class RankWorkers:
     # ---- starting and ending ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts them all, and waits until they have loaded. Raises ConfigError with what one says is wrong, and leaves none."""
+        """Starts all ranks, and waits until they have loaded. Raises ConfigError with a rank's error, and leaves none running."""
         try:
             self._begin()
-            while not self.tend():
+            while not self.poll():
                 sleep(_START_LOOK_S)
         except PassesLost as error:
             self.close()
@@ -111,8 +111,8 @@ class RankWorkers:
             self.close()
             raise
 
-    def tend(self) -> bool:
-        """Whether passes can run. Takes what workers said. Raises PassesLost once for every time that one is lost."""
+    def poll(self) -> bool:
+        """Reads messages; returns whether passes can run. Raises PassesLost once per loss."""
         if self._stage is _Stage.DOWN:
             return False
         try:
@@ -130,22 +130,20 @@ class RankWorkers:
         return PassesLost(str(lost), rank=lost.rank)
 
     def end(self) -> None:
-        """After a loss: nothing of them is left when this returns, so that what they wrote to is nobody's. Raises RuntimeError
-        where one does not go.
-        """
+        """After a loss: ends all ranks, so that their memory can be freed. Raises RuntimeError if one does not end."""
         came_up = self.running
         self._stop(within_s=0.0)
         self._failed_starts = 0 if came_up else self._failed_starts + 1
 
     def restart(self) -> bool:
-        """Once nobody believes in what they had: whether new ones are to be, and were started. Does not wait for them."""
+        """Starts new ranks if restarting is enabled; returns whether it did. Does not wait. The old state must be dropped."""
         if self._restart and self._failed_starts < MOST_STARTS:
-            log.warning("%s; all ranks are started anew", self.last_loss)
+            log.warning("%s; all ranks are restarted", self.last_loss)
             try:
                 self._begin()
                 return True
             except OSError as error:
-                log.error("they cannot be started: %s", error)
+                log.error("the ranks cannot be restarted: %s", error)
                 self._stop(within_s=0.0)
         log.error("%s; nothing can be computed any more%s", self.last_loss, "" if self._restart else " (see --restart-workers)")
         return False
@@ -158,14 +156,14 @@ class RankWorkers:
         setup, environment = self._setup, self._setup.environment()
         self._loaded, self._ready = {}, set()
         self._answers.drop()
-        self._packer.forget()
+        self._packer.reset()
         self._start_deadline_s = monotonic() + self._limits.start_s
         self._stage = _Stage.STARTING
         self._processes.silent_s = _STARTS_SLOWLY * self._limits.silent_s
         for rank in range(self.size):
             self._processes.start(setup.command, inherit=setup.inherit, environment=environment)
             message = setup.message(rank, meeting=self._folder / "meeting", timeout_s=self._limits.pass_s)
-            with suppress(RankLost):  # found again, and told, when it is next looked at
+            with suppress(RankLost):  # the next `poll` reports it
                 self._processes.send(rank, message, work=True)
 
     def _stop(self, *, within_s: float) -> None:
@@ -175,23 +173,21 @@ class RankWorkers:
             rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    # ---- what is told -----------------------------------------------------------------------------
+    # ---- messages from workers --------------------------------------------------------------------
 
     def take(self, timeout_s: float = 0.0, *, worker: int | None = None) -> None:
-        """Takes what workers have said. Waits for so long at most until one says something, or `worker` has answered. Raises
-        RankLost.
-        """
+        """Reads messages of workers. Waits at most `timeout_s` for one, or for one of `worker`. Raises RankLost."""
         for rank, message in self._processes.poll(timeout_s, worker=worker):
             try:
                 self._take(rank, message)
             except (ValueError, TypeError, OverflowError) as error:
-                raise self._processes.lose(rank, f"it says what makes no sense: {error}") from None
+                raise self._processes.lose(rank, f"it sent an invalid message: {error}") from None
 
     def _take(self, rank: int, message: Message) -> None:
         match message.kind:
             case "loaded" if self._stage is _Stage.STARTING and rank not in self._loaded:
                 if message.text("digest") != self._setup.digest:
-                    raise self._processes.lose(rank, "the weights that it loaded are not those of before")
+                    raise self._processes.lose(rank, "it loaded other weights than before")
                 self._loaded[rank] = message
                 if len(self._loaded) == self.size:
                     self._all_loaded([self._loaded[each] for each in range(self.size)])
@@ -210,10 +206,10 @@ class RankWorkers:
             case "failed":
                 raise self._processes.lose(rank, f"it failed: {message.text('error')}")
             case _:
-                raise ValueError(f"{message.kind!r:.40}, which it was not asked")
+                raise ValueError(f"{message.kind!r:.40} was not requested")
 
     def _take_words(self, rank: int, message: Message) -> None:
-        """What an answer says beside what came of its pass. Raises ValueError where it does not say why it failed."""
+        """Reads the fields of an answer: kernels that failed, and errors. Raises ValueError for a failure without its reason."""
         for name, why in read_kernels(message, "failed").items():
             self.kernels.failed.setdefault(name, f"rank {rank}: {why}")
         self.kernels.left |= {name: [what] for name, what in read_kernels(message, "left").items()}
@@ -231,13 +227,13 @@ class RankWorkers:
         self.send_all(Message(kind=MEMORY, fields={"device_bytes": self._device_bytes}))
 
     def send_all(self, message: Message) -> None:
-        """Copies are made beside what ranks compute. Raises RankLost."""
+        """Copies run while ranks compute. Raises RankLost."""
         self._processes.send_all(message, work=message.kind != COPY)
 
     def compute(self, given: Pass) -> ChosenTokens:
-        """One pass on all ranks. Raises PassesLost, or PassFailed where they can go on with the next."""
+        """One pass on all ranks. Raises PassesLost, or PassFailed if they can run the next one."""
         answers = self._answers
-        assert not answers.open, f"pass {answers.number} is not answered, and here comes the next"
+        assert not answers.open, f"pass {answers.number} is not answered yet"
         answers.number += 1
         message = self._packer.pack(given, answers.number)
         went_well = False
@@ -248,34 +244,34 @@ class RankWorkers:
             self._must_have_gone_well()
             chosen = read_chosen(answers.of(0), vocab_size=self.vocab_size)
             if len(chosen.tokens) != len(given.choosing):
-                raise self._processes.lose(0, f"it chose {len(chosen.tokens)} tokens in place of {len(given.choosing)}")
+                raise self._processes.lose(0, f"it chose {len(chosen.tokens)} tokens instead of {len(given.choosing)}")
             went_well = True
             return chosen
         except ValueError as error:
-            raise self._lost(self._processes.lose(0, f"it says what makes no sense: {error}")) from None
+            raise self._lost(self._processes.lose(0, f"it sent an invalid message: {error}")) from None
         except RankLost as lost:
             raise self._lost(lost) from None
         finally:
             if not went_well:
-                self._packer.forget()  # somebody may have stopped waiting, and never hear who could read it
+                self._packer.reset()  # the wait may have been interrupted: unknown which ranks could read it
 
     def _give_out(self, message: Message) -> None:
-        """Raises RankLost, or PassFailed where it is too long for a message: then no rank has heard of it."""
+        """Raises RankLost, or PassFailed if the pass is too long for a message: then no rank received any of it."""
         self._answers.begin()
         try:
             self.send_all(message)
         except ValueError as error:
             self._answers.drop()
-            raise PassFailed(f"it cannot be told: {error}") from None
+            raise PassFailed(f"it cannot be sent: {error}") from None
 
     def wait(self) -> None:
-        """Until a pass that somebody stopped waiting for is answered: ranks finish it, and write to its pages till then."""
+        """Waits for a pass whose wait was interrupted: until ranks finish it, they write to its pages."""
         if self.running:
-            with suppress(RankLost):  # the next `tend` tells
+            with suppress(RankLost):  # the next `poll` reports it
                 self._await_answers()
 
     def _await_answers(self) -> None:
-        """Of one rank after the other: the first one has most to do, and wakes this process for all of them. Raises RankLost."""
+        """Waits for one rank after the other: rank 0 has most to do, so that this process wakes once. Raises RankLost."""
         answers, deadline_s = self._answers, monotonic() + self._limits.pass_s
         while answers.open:
             self.take(_LOOK_S, worker=answers.first_missing)
@@ -285,11 +281,11 @@ class RankWorkers:
             if answers.open and monotonic() > deadline_s:
                 if broke:
                     raise self._processes.lose(broke[0], f"it failed: {answers.of(broke[0]).text('error')}")
-                why = f"it did not come back from a pass within {self._limits.pass_s:g} s"
+                why = f"it did not answer a pass within {self._limits.pass_s:g} s"
                 raise self._processes.lose(answers.first_missing, why)
 
     def _must_have_gone_well(self) -> None:
-        """Ranks in step can go on with the next pass. Raises PassFailed or RankLost."""
+        """Raises PassFailed if a rank failed and all are in step, so that the next pass can run; RankLost if they are not."""
         broke = self._answers.broke
         if broke:
             why = self._answers.of(broke[0]).text("error")
@@ -299,7 +295,7 @@ class RankWorkers:
 
 
 def _merged(ranks: Sequence[Mapping[str, str]]) -> Report:
-    """What runs each operation: on the first rank, and on those where something else does."""
+    """What runs each operation on rank 0, and on ranks that differ."""
     merged = Report()
     for name, library in ranks[0].items():
         others = [f"rank {rank}: {each.get(name)}" for rank, each in enumerate(ranks) if each.get(name) != library]

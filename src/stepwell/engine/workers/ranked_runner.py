@@ -1,4 +1,4 @@
-"""Passes of an engine on all ranks: what `Runner` is for a model in this process. The engine's thread."""
+"""Runs an engine's passes on all ranks, as `Runner` does in this process. The engine's thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stepwell.engine.workers.rank_workers import RankWorkers
 
 
 class _SlotNumbers:
-    """Numbers for slots that workers have: the lowest that is free."""
+    """Numbers of the workers' slots: hands out the lowest free one."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.needed = any(isinstance(each.shape, Point) and each.shape.period is not None for each in spec.states)
@@ -37,7 +37,7 @@ class _SlotNumbers:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RankedRunner:
-    """Runs passes on all ranks. What `Runner` is for a model in this process."""
+    """Runs passes on all ranks."""
 
     workers: RankWorkers
     spec: ModelSpec
@@ -65,8 +65,8 @@ class RankedRunner:
     def ranks(self) -> RanksReport:
         return self.workers.report
 
-    def tend(self) -> bool:
-        return self.workers.tend()
+    def poll(self) -> bool:
+        return self.workers.poll()
 
     def choose(self, chunks: Sequence[Chunk]) -> WaitForChoices:
         self._slots.sweep()
@@ -78,7 +78,7 @@ class RankedRunner:
         return lambda: chosen
 
     def warm_up(self, cache: Cache, max_alone: int) -> None:
-        pass  # its first passes are all there is
+        pass  # ranks warm up with their first passes
 
     def end(self) -> None:
         self._slots = Slots(_SlotNumbers(self.spec))

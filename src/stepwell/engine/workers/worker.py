@@ -1,11 +1,11 @@
-"""A worker: the process of one rank. Holds a shard of the model and device pages, computes passes and copies pages when told to.
+"""A worker: the process of one rank. Holds a shard of the model and of device pages; computes passes and copies pages on request.
 
-    main thread     reads one channel: answers pings, hands out copies, ends the process when the scheduler's has
-    pass thread     reads the other: loads the model, then one pass after the other. Collectives happen here, and only here
-    copy threads    what requests wait for, and beside it saves
+    main thread     reads one channel: answers pings, starts copies, ends the process when the scheduler's has ended
+    pass thread     reads the other: loads the model, then runs pass after pass. All collectives happen here
+    copy threads    loads that requests wait for, and saves alongside
 
-Decides nothing. A pass or a copy that fails is told. One that fails amid a collective ends the process: its group is of no more
-use, and neither is a GPU that has failed.
+Decides nothing. A failed pass or copy is reported. A failure within a collective or of the GPU ends the process: neither the
+process group nor the GPU can be used again.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MOST_SLOTS = 1 << 16  # requests that have groups open at once
-MOST_TEXT = 2000  # of what went wrong that is told
-_WAIT_S = 1.0  # for a message: then what other threads could not send at once is tried again
+MOST_SLOTS = 1 << 16  # requests with open groups at once
+MOST_TEXT = 2000  # characters of a reported error
+_WAIT_S = 1.0  # for a message: after that, what other threads could not send is tried again
 
 
 class Worker:
@@ -65,7 +65,7 @@ class Worker:
         self._shard: Shard | None = None
 
     def live(self) -> None:
-        """Until the channel ends. A first sign of life: from now on silence means that it is stopped, also while it loads."""
+        """Serves until the channel ends. Sends a sign of life first: from then on silence means that the process is stopped."""
         self._channel.send(Message(kind=PONG))
         Thread(target=self._compute, name="stepwell-pass", daemon=True).start()
         while True:
@@ -81,10 +81,10 @@ class Worker:
             line = self._saving if _may_take_its_time(message) else self._urgent
             line.submit(partial(self._copy, message))
         else:
-            raise ChannelClosed(f"nobody knows what {message.kind!r:.40} means")
+            raise ChannelClosed(f"unknown message {message.kind!r:.40}")
 
     def _compute(self) -> None:
-        """Anything but a copy. What goes wrong ends the process."""
+        """Handles all messages but copies. An error ends the process."""
         try:
             while True:
                 self._work.wait(_WAIT_S)
@@ -96,15 +96,15 @@ class Worker:
             os._exit(0)
         except BaseException as error:
             log.exception("a rank fails")
-            told = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, StepwellError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(ChannelClosed):
-                self._work.send(Message(kind=FAILED, fields={"error": told[:MOST_TEXT]}))
+                self._work.send(Message(kind=FAILED, fields={"error": reason[:MOST_TEXT]}))
                 while not self._work.flush():
                     self._work.wait(1.0)
             os._exit(1)
 
     def _look_ahead(self) -> None:
-        """Once everything is answered, and before the next message comes."""
+        """Runs once everything is answered, before the next message arrives."""
         if self._shard is not None:
             self._shard.look_ahead()
 
@@ -120,14 +120,14 @@ class Worker:
             case "run":
                 assert self._shard is not None, f"{RUN} before {SETUP}"
                 return self._shard.run(message)
-        raise ValueError(f"nobody knows what {message.kind!r:.40} means")
+        raise ValueError(f"unknown message {message.kind!r:.40}")
 
     def _copy(self, message: Message) -> None:
         job, error = message.fields.get("job"), None
         try:
             assert self._shard is not None, f"{COPY} before {SETUP}"
             self._shard.copy(message)
-        except BaseException as failure:  # the worker boundary: it comes home as a value
+        except BaseException as failure:  # the worker boundary: the error is sent as a value
             error = f"{type(failure).__name__}: {failure}"[:MOST_TEXT]
         with contextlib.suppress(ChannelClosed):
             self._channel.send(Message(kind=COPIED, fields={"job": job, "error": error}))
@@ -138,7 +138,7 @@ def _may_take_its_time(message: Message) -> bool:
 
 
 class Shard:
-    """One rank's model, and then its memory. Made by what `setup` says."""
+    """One rank's model, and then its memory, as `setup` describes them."""
 
     def __init__(self, setup: Message) -> None:
         import torch
@@ -204,7 +204,7 @@ class Shard:
         self._pages = DevicePages(mine, {kind: device.rows(kind) for kind in Kind if mine.device_parts(kind)})
         self._open_groups = OpenGroups(self._pages, device=self.model.device)
         if on_cuda:
-            _wait_for(self.model.device)  # memory is cleared before anything is copied into it, on other streams
+            _wait_for(self.model.device)  # memory must be cleared before other streams copy into it
 
     def look_ahead(self) -> None:
         if self._reader is not None:
@@ -215,28 +215,28 @@ class Shard:
         self._copies.begin(plan)()
 
     def run(self, message: Message) -> Message:
-        """One pass, and what came of it. What goes wrong is told, unless no pass can go well any more: then it is raised."""
+        """Runs one pass and returns the answer. An error is reported in it, or raised if no later pass can succeed."""
         try:
             kind, arrays, fields = CHOSEN, self._pass(message), self._news()
         except Exception as error:
             if self._calls.begun != self._calls.ended:
                 raise
             if self.model.device.type == "cuda":
-                _wait_for(self.model.device)  # one that broke says so here
+                _wait_for(self.model.device)  # raises if the device failed
             log.exception("a pass failed")
             kind, arrays, fields = BROKE, [], {**self._news(), "error": f"{type(error).__name__}: {error}"[:MOST_TEXT]}
         return Message(kind=kind, numbers=(message.numbers[0], self._calls.begun), fields=fields, arrays=arrays)
 
     def _news(self) -> dict[str, Any]:
-        """What is new about who runs operations."""
+        """Changes in what runs operations."""
         report = self.model.kernels.report
         failed, left = dict(report.failed), {name: ", ".join(what) for name, what in report.left.items()}
         said, self._said = self._said, {"failed": failed, "left": left}
         return {name: words for name, words in self._said.items() if words and words != said.get(name)}
 
     def _pass(self, message: Message) -> list[Array]:
-        """Every rank has all logits; the first one chooses, and reads how while a device computes them. An answer says that the
-        device is done too: copies of these pages, on other streams, may begin.
+        """Every rank has all logits; rank 0 chooses, and reads how while the device computes. Waits for the device before the
+        answer: copies of these pages, on other streams, may begin then.
         """
         from stepwell.engine.passes.batch import Batch
         from stepwell.engine.sampling.choices import Choices
@@ -245,7 +245,7 @@ class Shard:
         given = self._reader.read(message)
         for rows in given.rows:
             while rows.slot is not None and self._open_groups.num_slots <= rows.slot:
-                self._open_groups.take()  # the scheduler says who has which; here there are only enough of them
+                self._open_groups.take()  # the scheduler assigns slots; here they are only reserved
         model = self.model
         batch = Batch(
             given.rows, self._pages, device=model.device, dtype=model.dtype, open_groups=self._open_groups,
@@ -262,14 +262,14 @@ class Shard:
 
 
 def _wait_for(device: Any) -> None:
-    """Until it has done everything."""
+    """Waits until the device is idle."""
     import torch
 
     torch.cuda.synchronize(device)
 
 
 def _wait_for_pass(device: Any) -> None:
-    """Until it has done what this thread gave it. Copies beside it go on."""
+    """Waits for this thread's stream. Copies on other streams continue."""
     import torch
 
     torch.cuda.current_stream(device).synchronize()
@@ -278,9 +278,9 @@ def _wait_for_pass(device: Any) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler's process ends this one
-    faulthandler.register(signal.SIGUSR1)  # for whoever wants to know where it hangs: says what all threads do
+    faulthandler.register(signal.SIGUSR1)  # to find out where it hangs: prints the stacks of all threads
     work, channel = (Channel(socket.socket(fileno=int(each))) for each in sys.argv[-2:])
     worker = Worker(channel, work)
     with contextlib.suppress(ChannelClosed):
         worker.live()
-    os._exit(0)  # whatever its other threads wait for
+    os._exit(0)  # does not wait for other threads

@@ -1,4 +1,4 @@
-"""What workers are started with: the command, the environment, and the first message to each of them. Starts nothing."""
+"""How workers are started: command, environment, and the first message to each. Starts nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BEGIN = "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep); from {mod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """How long ranks are waited for, in seconds."""
+    """Time limits for ranks, in seconds."""
 
-    silent_s: float = 20.0  # without a sign of life though asked, a rank is lost; three times as long while it starts
+    silent_s: float = 20.0  # a rank that answers no ping for this long is lost; three times as long while it starts
     pass_s: float = 300.0  # for one pass, and for one collective
-    start_s: float = 900.0  # for a shard to be loaded
+    start_s: float = 900.0  # for loading a shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What workers are told at their start. `devices` has one for each rank."""
+    """The setup of all workers. `devices` has one for each rank."""
 
     model: str
     digest: str
@@ -36,11 +36,11 @@ class WorkerSetup:
     page_tokens: int
     devices: tuple[str, ...]
     backend: str
-    host: InheritedBlock | None  # everybody's host memory
+    host: InheritedBlock | None  # host memory that all ranks share
     alignment: int
-    device_bytes: Callable[[int], int]  # from what is free on the rank that has least, to what each takes
+    device_bytes: Callable[[int], int]  # from the least free memory of any rank to the size that each allocates
     threads: int | None = None
-    module: str = "stepwell.engine.workers.worker"  # whose `main` a process runs
+    module: str = "stepwell.engine.workers.worker"  # a process runs its `main`
 
     @property
     def size(self) -> int:
@@ -48,7 +48,7 @@ class WorkerSetup:
 
     @property
     def command(self) -> list[str]:
-        """Imports as this process does, and from nowhere else."""
+        """A worker uses the same import path as this process."""
         where = os.pathsep.join(os.path.abspath(each) for each in sys.path)
         return [sys.executable, "-I", "-c", _BEGIN.format(module=self.module), where]
 
@@ -59,11 +59,11 @@ class WorkerSetup:
     def environment(self) -> dict[str, str]:
         environment = dict(os.environ)
         if self.backend == "nccl":
-            environment["NCCL_SOCKET_IFNAME"] = "lo"  # ranks are on one machine, and listen to nobody else
+            environment["NCCL_SOCKET_IFNAME"] = "lo"  # ranks are on one machine and need no other interface
         return environment
 
     def message(self, rank: int, *, meeting: Path, timeout_s: float) -> Message:
-        """The first that a rank gets. `meeting` is where ranks find each other, and `timeout_s` is for one collective."""
+        """The first message to a rank. `meeting`: the rendezvous file of the ranks. `timeout_s`: limit of one collective."""
         fields = {
             "rank": rank, "size": self.size, "model": self.model, "dtype": self.dtype, "kv_dtype": self.kv_dtype,
             "kernels": self.kernels, "page_tokens": self.page_tokens, "device": self.devices[rank], "backend": self.backend,

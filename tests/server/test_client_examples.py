@@ -194,7 +194,7 @@ def test_a_response_is_parsed_whole_and_as_it_grows(served: Running, client: ope
 def test_tools_of_a_response_are_given_as_types_and_their_arguments_parsed(client: openai.OpenAI, script: Any) -> None:
     script(call("Search", SEARCH))
     asked: Any = {"model": NAME, "input": USER["content"], "tools": [openai.pydantic_function_tool(Search)]}
-    asked |= {"max_output_tokens": 300, "extra_body": {"stop": END}}
+    asked |= {"max_output_tokens": 300, "temperature": 0, "extra_body": {"stop": END}}
     (found,) = client.responses.parse(**asked).output
     assert found.type == "function_call" and found.parsed_arguments == Search.model_validate(SEARCH)
     with client.responses.stream(**asked) as stream:

@@ -192,7 +192,7 @@ def test_pages_that_are_never_stored_are_forgotten_in_time() -> None:
     names.note(path, tokens, [bytes([each]) for each in range(11)])
     keys = list(page_keys(bytes(32), b"".join(each.to_bytes(4, "little") for each in tokens), 16))
     assert all(names.get(key) is not None for key in keys), "the request is open"
-    names.let_go(path)
+    names.release(path)
     assert [names.get(key) is not None for key in keys] == [False, False, True, True, True]
     name = names.stored(keys[4])
     assert name is not None and name.hashes == (b"\x08", b"\x09") and name.parent == b"\x07"

@@ -110,7 +110,7 @@ class Request:
     skip_reading_prefix_cache: bool = False
     resumable: bool = False
     kv_transfer_params: dict[str, Any] | None = None
-    reported: dict[str, Any] | None = None
+    returned: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     status: str = "waiting"
     tables: list[list[int]] = field(default_factory=list)

@@ -53,7 +53,7 @@ def engine_for(family: str, **settings: Any) -> Engine:
         ({"write": WritePolicy.EXCLUSIVE}, "write=through"),
         ({"write": WritePolicy.SELECTIVE}, "write=through"),
         ({"hot_rows": -1}, "0 or more"),
-        ({"sparse": None}, "hot_rows are for"),
+        ({"sparse": None}, "hot_rows needs sparse attention"),
         ({"sparse": "quest", "host_memory": 0}, "quest` with hot_rows.*host tier.*leave hot_rows out"),
         ({"sparse": "clusterkv", "write": WritePolicy.EXCLUSIVE}, "clusterkv` with hot_rows.*write=through"),
         ({"sparse_budget": 100}, "leave sparse_budget out"),

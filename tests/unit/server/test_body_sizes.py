@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -64,3 +66,34 @@ def test_what_is_no_json_is_left_to_the_parser(raw: bytes) -> None:
 def test_long_strings_count_once() -> None:
     raw = json.dumps({"a": 'x\\"' * 100_000, "b": "y" * 10_000_000}).encode()
     _check_size(raw, most_values=4, most_fields=2)
+
+
+@pytest.mark.parametrize("filler", [b" ", b",", b" ,\n", b'"a",', b"1,", b"\\"])
+def test_no_match_takes_long_whatever_a_body_is_filled_with(filler: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A regular expression holds the interpreter lock, and with it every stream, until it has matched."""
+    lengths: list[int] = []
+
+    class Watched:
+        def __init__(self, pattern: re.Pattern[bytes]) -> None:
+            self._pattern = pattern
+
+        def match(self, raw: bytes, at: int) -> re.Match[bytes] | None:
+            found = self._pattern.match(raw, at)
+            lengths.append(len(found[0]) if found is not None else 0)
+            return found
+
+    monkeypatch.setattr(requests, "_TOKEN", Watched(requests._TOKEN))
+    body = b"{" + filler * (100_000 // len(filler)) + b"}"
+    with suppress(ApiError):
+        _check_size(body, most_values=10**9, most_fields=10**9)
+    assert lengths and max(lengths) <= 4096 + requests.MAX_NUMBER + 1
+
+
+@pytest.mark.parametrize("digits", [64, 65, 4300])
+def test_long_numbers_are_refused_before_they_are_converted(digits: int) -> None:
+    body = b'{"a": [1, ' + b"7" * digits + b"]}"
+    if digits <= requests.MAX_NUMBER:
+        _check_size(body, most_values=3, most_fields=1)
+    else:
+        with pytest.raises(ApiError, match="more than 64 characters"):
+            _check_size(body, most_values=3, most_fields=1)

@@ -73,7 +73,7 @@ def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
 
 
 def _attention(parts: Parts, name: str, layer: LayerSpec) -> Attention:
-    config, plain = parts.config, Attention.load(parts, name, layer, read_heads(parts.config))
+    config, plain = parts.config, Attention.load(parts, name, layer, read_heads(parts.config), normed=False)
     width = plain.kv_heads * plain.head_dim
     rows, scales = (plain.heads * plain.head_dim, width, width), (1.0, number(config, "key_multiplier", 1.0), 1.0)
     qkv = scaled(plain.qkv, rows, scales, into=number(config, "attention_in_multiplier", 1.0))

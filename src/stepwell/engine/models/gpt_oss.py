@@ -41,7 +41,7 @@ def build(parts: Parts) -> Decoder:
 def _block(parts: Parts, name: str, layer: LayerSpec) -> Block:
     config = parts.config
     biased, count = config.flag("attention_bias", True), config.size("num_local_experts")
-    attention = Attention.load(parts, f"{name}.self_attn", layer, read_heads(config), biased=biased, sinks=True)
+    attention = Attention.load(parts, f"{name}.self_attn", layer, read_heads(config), biased=biased, sinks=True, normed=False)
     experts = MixtureOfExperts(
         router=parts.linear(f"{name}.mlp.router", count, parts.hidden, biased=True),
         route=top_then_softmax(config.size("num_experts_per_tok", most=count)),

@@ -96,7 +96,8 @@ _CHANGE_NOTHING = frozenset(  # ignored without a warning: accounting, or hints 
     )
 )  # fmt: skip
 MAX_NESTED = 100_000  # lists and objects in one body
-_TOKEN = re.compile(rb'["\[\]{}:]|[^\s,:"\[\]{}]{1,64}')  # of JSON; a longer number counts as several
+MAX_NUMBER = 64  # characters of a number
+_TOKEN = re.compile(rb'[\s,]{0,4096}+(["\[\]{}:]|[^\s,:"\[\]{}]{1,%d})?' % (MAX_NUMBER + 1))  # of JSON, after separators
 _IN_STRING = re.compile(rb'(?:[^"\\]{1,4096}+|\\.){0,1024}+("?)', re.DOTALL)
 B = TypeVar("B", bound=BaseModel)
 
@@ -148,11 +149,16 @@ def _too_large(most: int, what: str) -> ApiError:
 def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
     """Raises ApiError for more numbers and strings, lists and objects, or fields of the outermost object, than a request can use.
 
-    Counts a token of JSON at a time, so that other threads can run, and stops at the first one too many.
+    Counts a token of JSON at a time, so that other threads can run, and stops at the first one too many. Refuses long numbers,
+    because the parser holds the interpreter lock while it converts them.
     """
     values = nested = fields = depth = at = 0
-    while (token := _TOKEN.search(raw, at)) is not None:
-        kind, at = token.group(), token.end()
+    while at < len(raw):
+        token = _TOKEN.match(raw, at)
+        assert token is not None, "the pattern matches anything"
+        kind, at = token.group(1), token.end()
+        if kind is None:
+            continue  # more separators than one match takes
         if kind in (b"[", b"{"):
             depth, nested = depth + 1, nested + 1
         elif kind in (b"]", b"}"):
@@ -162,6 +168,8 @@ def _check_size(raw: bytes, *, most_values: int, most_fields: int) -> None:
         else:
             values += 1
             at = _after_string(raw, at) if kind == b'"' else at
+            if len(kind) > MAX_NUMBER:
+                raise ApiError(400, f"the body holds a number of more than {MAX_NUMBER} characters", code="body_too_large")
         if fields > most_fields:
             raise _too_many_fields()
         if values > most_values:

@@ -129,7 +129,8 @@ def close(state: CacheState, link: StoreLink | None, ticket: Ticket, used_tokens
         why = "the request that waited for it has ended"
         if finished:
             link.forget_given_up(ticket)
-    if given_up and waited_s > 0 and not used_tokens:
+    still_waiting = asking or any(fetch.jobs for fetch in ticket.fetches)  # else there was no host memory for it, say
+    if given_up and waited_s > 0 and not used_tokens and still_waiting and not ticket.from_store.any():
         _note_wait_in_vain(state, link)
     for fetch in ticket.fetches:
         del fetch.watchers[ticket]
@@ -343,6 +344,8 @@ def _note_wait_in_vain(state: CacheState, link: StoreLink) -> None:
     for a first page go on, and the store is suspended for a while.
     """
     now = state.clock.now()
+    if link.fetching.state is BreakerState.TRYING:
+        return  # the fetch in flight decides whether the store works again
     link.fetching.asked(now)  # after a cool-off this wait was the trial, though nothing was fetched
     if link.fetching.failed(now):
         state.counters.add("store_fetching_stopped")

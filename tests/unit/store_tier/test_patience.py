@@ -10,7 +10,7 @@ import pytest
 from stepwell import Cause, Lease, Tier
 from stepwell.base.config import PrefetchPolicy, StoreConfig
 from stepwell.base.meters import ManualClock
-from stepwell.policy.store_use import FAILURES_TO_OPEN, UNMEASURED_SHARE, StoreTuning
+from stepwell.policy.store_use import FAILURES_TO_OPEN, UNMEASURED_SHARE, BreakerState, StoreTuning
 from stepwell.store.api import Store
 from stepwell.store.memory import MemoryStore
 from stepwell.store.wrappers import Faults, Faulty, Slow
@@ -159,6 +159,18 @@ def test_those_who_wait_for_a_store_that_hangs_go_on_together(filled: MemoryStor
     assert last.ready, "the store has had its chance"
     last.close()
     assert here.ask(text(9, 300 * PAGE + 1)).ready
+
+
+def test_a_wait_in_vain_does_not_end_the_trial_of_another_request(filled: MemoryStore) -> None:
+    here = Process(hanging, filled, tuning=StoreTuning(op_timeout_s=1e6))
+    link = here.rig.cache._store_tier.link
+    assert link is not None
+    tickets = [here.ask(text(name, 300 * PAGE + 1)) for name in range(1, 1 + FAILURES_TO_OPEN)]
+    link.fetching.state = BreakerState.TRYING  # a fetch of another request tests whether the store works again
+    here.wait(*tickets)
+    for ticket in tickets:
+        ticket.close()
+    assert link.fetching.state is BreakerState.TRYING and here.rig.state.counters["store_fetching_stopped"] == 0
 
 
 def test_a_fetch_that_was_given_up_is_counted_and_explained(filled: MemoryStore) -> None:

@@ -151,7 +151,9 @@ def test_an_answer_is_parsed_into_nested_types_whole_and_as_it_grows(served: Run
 def test_arguments_of_tools_are_parsed_into_the_types_that_were_given(client: openai.OpenAI, script: Any) -> None:
     script(call("Search", SEARCH))
     tools = [openai.pydantic_function_tool(Search)]
-    made: Any = client.chat.completions.parse(model=NAME, messages=[SYSTEM, USER], tools=tools, stop=END, max_tokens=300)
+    made: Any = client.chat.completions.parse(
+        model=NAME, messages=[SYSTEM, USER], tools=tools, stop=END, max_tokens=300, temperature=0
+    )
     (found,) = made.choices[0].message.tool_calls
     assert found.function.parsed_arguments == Search.model_validate(SEARCH)
 
@@ -168,7 +170,7 @@ def test_calls_are_told_as_they_grow_and_parsed_when_they_are_done(client: opena
     script("\n".join(call("get_weather", each) for each in CITIES))
     tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
     with client.chat.completions.stream(
-        model=NAME, messages=[USER], tools=tools, parallel_tool_calls=True, stop=END, max_tokens=300
+        model=NAME, messages=[USER], tools=tools, parallel_tool_calls=True, stop=END, max_tokens=300, temperature=0
     ) as stream:
         events = list(stream)
         final: Any = stream.get_final_completion().choices[0].message

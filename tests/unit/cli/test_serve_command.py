@@ -241,7 +241,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFi
         (("--draft", "/no/such/draft"), "no draft model"),
         (("--sparse-budget", "512"), "name one with --sparse"),
         (("--sparse", "dsa", "--sparse-budget", "512"), "the model defines how many tokens are picked"),
-        (("--hot-rows", "512"), "name what picks them with --sparse"),
+        (("--hot-rows", "512"), "name a selector with --sparse"),
         (("--sparse", "quest", "--hot-rows", "512", "--host-memory", "0"), "leave --hot-rows out"),
         (("--sparse", "quest", "--hot-rows", "512", "--write-policy", "back"), "--write-policy through"),
         (("--checkpoint-dtype", "int8", "--host-memory", "0"), "give --host-memory, or leave it out"),

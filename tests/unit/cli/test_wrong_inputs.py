@@ -93,7 +93,7 @@ def test_mistakes_are_named_by_their_flags_before_any_work(
         (("--device-memory", "none"), "--device-memory must be more than 0"),
         (("--host-memory", "some"), "--host-memory: not an amount of memory: 'some'"),
         (("--page-tokens", "0"), "--page-tokens must be at least 1, got 0"),
-        (("--sparse-budget", "9"), "--sparse-budget says how many tokens a selector picks: name one with --sparse"),
+        (("--sparse-budget", "9"), "--sparse-budget is the number of tokens that a selector picks: name one with --sparse"),
     ],
 )  # fmt: skip
 def test_settings_of_a_server_are_named_by_their_flags(

@@ -84,13 +84,13 @@ def add_arguments(parser: ArgumentParser, *, compares: bool = False) -> None:
     )
     if compares:
         which.add_argument("--compare", action="store_true", help="replay with every policy")
-    defaults = ", ".join(f"{field.name}={getattr(Hardware(), field.name):g}" for field in fields(Hardware))
+    names = ", ".join(field.name for field in fields(Hardware))
     parser.add_argument(
         "--hardware",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=f"speeds and latencies for estimated times; can be repeated (default: {defaults})",
+        help=f"an assumed speed, as often as needed: {names}",
     )
     parser.add_argument("--requests", type=int, metavar="N", help="replay the first N requests of each trace (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures as JSON; - for standard output")

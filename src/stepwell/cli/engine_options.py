@@ -111,8 +111,8 @@ def add_write_policy(group: ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--no-durable", dest="durable", action="store_false",
-        help="with exclusive, the store gets what leaves memory, and not sooner: it holds more, and a kill loses what is "
-        "only in memory (default: what is cached goes soon to a store that outlives the process)",
+        help="with exclusive, store pages only when they leave memory: more fits, and a kill loses what is in memory "
+        "(default: store them soon)",
     )  # fmt: skip
 
 

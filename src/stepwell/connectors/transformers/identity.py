@@ -82,7 +82,7 @@ def _saved(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except (RuntimeError, NotImplementedError):  # tensor subclasses
+    except (RuntimeError, NotImplementedError):  # from tensor subclasses that have no storage
         return 0
 
 
